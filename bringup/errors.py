@@ -1,4 +1,4 @@
-"""The exceptions of bringup. An exception means: we cannot go on. What we looked at and found bad is a result."""
+"""The exceptions of bringup: we cannot go on. What we looked at and found bad is a result instead."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ _CODE = re.compile(r"BU-(PRE|APT|DRV|CUD|LNK|FAB|ENV|VFY|SSH)-\d{3}")
 class Finding:
     """Name a cause, the evidence for it and the remedy.
 
-    ``severity`` error stops the host, warning is shown and does not, info is only reported. ``evidence`` holds
-    JSON values; where a rule compared two things, under the keys ``wanted`` and ``found``.
+    ``severity`` error stops the host, warning is shown and does not, info is only reported. ``evidence``
+    holds JSON values; where a rule compared two things, under the keys ``wanted`` and ``found``.
     Raises ValueError for a code outside the scheme ``BU-AREA-nnn``.
     """
 
