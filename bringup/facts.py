@@ -1,0 +1,260 @@
+"""Carry the probes to a host through pyinfra, and keep the last answer of each host.
+
+pyinfra caches no fact and runs an operation's generator in prepare and again in execute. ``observed`` therefore
+keeps the last answer of a host until something was changed there: a converged host is probed once, and nobody
+decides on an answer older than the last change.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pyinfra.api import FactBase, Host, QuoteString, StringCommand
+from typing_extensions import override
+
+from bringup import host_state, paths
+from bringup.errors import BringupError, HostError, InputError
+from bringup.finding import Finding
+from bringup.host_state import HostState
+from bringup.stack import Stack, load_stack
+
+_CARRIER = (
+    "import base64,sys,zlib;"
+    "code=zlib.decompress(base64.b64decode(sys.argv.pop(1)));"
+    "exec(compile(code,sys.argv[0],'exec'),{'__name__':'__main__'})"
+)
+_FAILED = "bringup-script-failed:"
+
+RUN_ID = os.environ.get("BRINGUP_RUN_ID") or uuid.uuid4().hex[:12]
+"""Identifies this process's run on every host; the command line sets it for its workers."""
+
+
+class Settings(BaseModel):
+    """What an inventory may say about a host besides how to reach it: its data keys ``bringup_*``.
+
+    ``lock`` None means the lock beside the stack. ``indexes`` replaces index URLs by name (a site mirror);
+    ``apt_url`` and ``apt_key`` likewise for NVIDIA's repository, ``apt_key`` being the path of a key file on
+    the controller. ``drain`` and ``undrain`` are commands run on the controller. ``only`` None means all.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stack: str
+    lock: str | None = None
+    reboot: Literal["never", "when_idle", "allowed"] = "never"
+    repair: Literal["safe", "never"] = "safe"
+    indexes: Mapping[str, str] = Field(default_factory=dict)
+    apt_url: str | None = None
+    apt_key: str | None = None
+    apt_key_fingerprint: str | None = None
+    runfiles: str | None = None
+    proxy: str | None = None
+    drain: str | None = None
+    undrain: str | None = None
+    only: tuple[str, ...] | None = None
+    force: bool = False
+    deep: bool = False
+    allow_downgrade: bool = False
+    lock_wait_s: float = 0.0
+    work_wait_s: float = 1800.0
+    who: str = ""
+
+
+class Script(FactBase[str]):
+    """Run one of ``files/*.py`` on the host from memory, without a file there, and return what it prints.
+
+    The last line of a run that went wrong is ``bringup-script-failed: STATUS``; the fact itself never fails,
+    because a failing fact drops the host before anyone could say why.
+    """
+
+    @staticmethod
+    @override
+    def default() -> str:
+        return ""
+
+    @override
+    def command(self, name: str, *arguments: str, python: str = "python3") -> StringCommand:
+        return script_command(name, *arguments, python=python)
+
+    @override
+    def process(self, output: list[str]) -> str:
+        return "\n".join(output)
+
+
+def script_command(name: str, *arguments: str, python: str = "python3") -> StringCommand:
+    """Return the command that runs ``files/NAME.py`` with arguments; it always ends with status 0."""
+    return StringCommand(
+        QuoteString(python),
+        "-I",
+        "-c",
+        QuoteString(_CARRIER),
+        _packed(name),
+        *(QuoteString(argument) for argument in arguments),
+        "||",
+        "echo",
+        QuoteString(_FAILED),
+        "$?",
+    )
+
+
+@cache
+def _packed(name: str) -> str:
+    source = (paths.files() / f"{name}.py").read_bytes()
+    return base64.b64encode(zlib.compress(source, 9)).decode()
+
+
+def answer(output: str) -> str:
+    """Return the JSON line that a probe printed last.
+
+    Raises HostError with what the host said instead, when it did not answer.
+    """
+    lines = [line for line in output.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    if not last.startswith("{"):
+        said = "; ".join(lines[-3:]) if lines else "no output"
+        raise HostError("the script did not answer", why=said, hint="python3 must be installed on the host")
+    return last
+
+
+class _Kept:
+    """What is remembered about one host within this process."""
+
+    def __init__(self) -> None:
+        self.state: HostState | None = None
+        self.why: str = ""
+        self.is_fresh = False
+        self.probes = 0
+
+
+_kept: WeakKeyDictionary[Host, _Kept] = WeakKeyDictionary()
+_listeners: list[Callable[[str, str, Mapping[str, Any]], None]] = []
+
+
+def _of(host: Host) -> _Kept:
+    return _kept.setdefault(host, _Kept())
+
+
+def observed(host: Host) -> HostState | None:
+    """Return what the last probe saw, asking the host only when nothing was asked since the last change.
+
+    None means that the probe did not answer; ``why_unknown`` says what it said instead.
+    """
+    kept = _of(host)
+    if not kept.is_fresh:
+        kept.state, kept.why = _probe(host)
+        kept.is_fresh = True
+        kept.probes += 1
+    return kept.state
+
+
+def _probe(host: Host) -> tuple[HostState | None, str]:
+    started = time.monotonic()
+    try:
+        stack = wanted(host)
+        parameters = host_state.probe_parameters(stack, deep=settings(host).deep)
+        output = host.get_fact(Script, "host_probe", json.dumps(parameters, separators=(",", ":")))
+        state = host_state.parse(answer(output), host=host.name)
+    except InputError:
+        raise
+    except BringupError as error:
+        return None, "; ".join(part for part in (error.what, error.why) if part)
+    except Exception as error:
+        # Whatever a connection can throw means the same thing here: we could not look.
+        return None, f"{type(error).__name__}: {error}"
+    tell(host, "probed", {"seconds": round(time.monotonic() - started, 3)})
+    return state, ""
+
+
+def why_unknown(host: Host) -> str:
+    """Return why ``observed`` is None, in a line."""
+    return _of(host).why or "the host was not asked yet"
+
+
+def invalidate(host: Host) -> None:
+    """Forget the last answer: something was changed on the host."""
+    _of(host).is_fresh = False
+
+
+def probes(host: Host) -> int:
+    """Return how often this process has probed the host."""
+    return _of(host).probes
+
+
+def settings(host: Host) -> Settings:
+    """Return the host's ``bringup_*`` data, checked.
+
+    Raises InputError naming the key, what was wanted and what was found.
+    """
+    found = {
+        key.removeprefix("bringup_"): value
+        for key, value in host.data.dict().items()
+        if key.startswith("bringup_") and value is not None
+    }
+    try:
+        return Settings.model_validate(found)
+    except ValidationError as error:
+        problems = [
+            f"bringup_{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+            for problem in error.errors(include_url=False)
+        ]
+        raise InputError(
+            "the inventory says something that bringup cannot use",
+            host=host.name,
+            why="; ".join(problems),
+            hint="see docs/reference/inventory.md",
+        ) from None
+
+
+def wanted(host: Host) -> Stack:
+    """Return the stack of a host: ``host.data.bringup_stack``, a name that bringup ships or a path."""
+    chosen = settings(host)
+    return stack_named(chosen.stack, chosen.lock)
+
+
+@cache
+def stack_named(name_or_path: str, lock: str | None = None) -> Stack:
+    """Return a stack by the name of a shipped one or by path, with its lock.
+
+    ``lock`` None means the lock beside the stack. Raises InputError when there is no such stack.
+    """
+    path = Path(name_or_path)
+    if not name_or_path.endswith(".toml"):
+        path = paths.stacks() / f"{name_or_path}.toml"
+        if not path.is_file():
+            shipped = sorted(
+                file.stem for file in paths.stacks().glob("*.toml") if not file.name.endswith(".lock.toml")
+            )
+            raise InputError(
+                f"no stack is called {name_or_path!r}",
+                hint=f"bringup ships {', '.join(shipped)}; or name the path of a .toml file",
+            )
+    return load_stack(path, lock_path=Path(lock) if lock else None)
+
+
+def listen(listener: Callable[[str, str, Mapping[str, Any]], None]) -> None:
+    """Call ``listener(host, kind, content)`` for everything that tasks tell from now on."""
+    _listeners.append(listener)
+
+
+def tell(host: Host, kind: str, content: Mapping[str, Any]) -> None:
+    """Tell the listeners something that happened on a host."""
+    for listener in _listeners:
+        listener(host.name, kind, content)
+
+
+def tell_finding(host: Host, finding: Finding) -> None:
+    """Tell the listeners a finding; under plain pyinfra, where nobody listens, log it."""
+    if not _listeners:
+        host.log(f"{finding.code} {finding.severity}: {finding.cause} | {finding.remedy}")
+    tell(host, "finding", finding.as_json())
