@@ -1,8 +1,8 @@
 """Carry the probes to a host through pyinfra, and keep the last answer of each host.
 
-pyinfra caches no fact and runs an operation's generator in prepare and again in execute. ``observed`` therefore
-keeps the last answer of a host until something was changed there: a converged host is probed once, and nobody
-decides on an answer older than the last change.
+pyinfra caches no fact and runs an operation's generator in prepare and again in execute. ``observed``
+therefore keeps the last answer of a host until something was changed there: a converged host is probed once,
+and nobody decides on an answer older than the last change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """How an operation of bringup looks, decides and acts.
 
-An operation names the differences it removes. It looks at the host when its turn comes, yields commands only for
-differences that ``bringup.drift`` finds, and refuses a host that could not be read. Every command goes through
-``files/host_work.py`` on the host, which does one thing at a time and undoes the run when something fails.
+An operation names the differences it removes. It looks at the host when its turn comes, yields commands only
+for differences that ``bringup.drift`` finds, and refuses a host that could not be read. Every command goes
+through ``files/host_work.py`` on the host, which does one thing at a time and undoes the run when something
+fails.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from fnmatch import fnmatchcase
 from functools import cache, wraps
 from typing import Any
 
-from pyinfra import host as current_host
-from pyinfra import state as current_state
+from bringup.drift import Difference
+from bringup.host_state import HostState
 from pyinfra.api import FunctionCommand, Host, QuoteString, StringCommand, operation
+from pyinfra.context import ctx_host, ctx_state
 
 from bringup import drift, facts, paths
-from bringup.drift import Difference
 from bringup.errors import BringupError
 from bringup.finding import Finding
-from bringup.host_state import HostState
 from bringup.stack import Stack
 
 Command = StringCommand | FunctionCommand
@@ -35,7 +35,7 @@ WORK_WAIT_S = 1800
 
 @dataclass(frozen=True)
 class Context:
-    """What an operation decides on: the host, what is wanted, what was seen, and the differences it removes."""
+    """What an operation decides on: the host, what is wanted and seen, the differences it removes."""
 
     host: Host
     stack: Stack
@@ -50,7 +50,7 @@ class Context:
 
 def is_executing() -> bool:
     """Return whether pyinfra is past its prepare stage."""
-    return bool(current_state.is_executing)
+    return bool(ctx_state.get().is_executing)
 
 
 def converges(
@@ -66,7 +66,7 @@ def converges(
     def decorate(body: Callable[[Context], Iterator[Command]]) -> Callable[..., Any]:
         @wraps(body)
         def run() -> Iterator[Command]:
-            host: Host = current_host._get_module() if hasattr(current_host, "_get_module") else current_host
+            host: Host = ctx_host.get()
             try:
                 context = look(host, patterns)
             except BringupError as error:
