@@ -1,0 +1,1 @@
+"""Resolve a stack into its index-free lock."""
