@@ -1,0 +1,811 @@
+#!/usr/bin/env python3
+"""Read what shared objects need and offer, and report it as one JSON document.
+
+Part one is the ELF reader: the dynamic tables of an x86-64 or aarch64 shared object, from a file
+(`read_file`), from memory (`read_bytes`), or from its first bytes alone (`read_prefix`). Part two looks at a
+Python environment: every shared object in it, what `import torch` brings into a process, and what the host
+supplies.
+
+The script runs on a host as `abi_probe.py ENVIRONMENT` and is imported as a module elsewhere. It changes
+nothing, starts no process, loads no library, and needs only Python 3.8.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import struct
+import sys
+from array import array
+from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+# Limits on what one file may make the reader do. The largest real tables seen are libtorch_cpu's (80,000
+# symbols, 11 MB of names) and fbgemm's (8 MB of names); a file beyond these limits is hostile or damaged.
+MAX_SYMBOLS = 1_000_000
+MAX_STRING_TABLE_BYTES = 128 << 20
+MAX_NAME_BYTES = 64 << 10
+MAX_NAMES_TOTAL_BYTES = 128 << 20
+MAX_DYNAMIC_BYTES = 1 << 20
+MAX_VERSION_RECORDS = 1 << 16
+MAX_VERSION_TABLE_BYTES = 4 << 20
+MAX_HASH_TABLE_BYTES = 64 << 20
+
+_MACHINES = {62: "x86_64", 183: "aarch64"}
+
+_PT_LOAD, _PT_DYNAMIC, _PT_INTERP, _PT_NOTE, _PT_GNU_STACK = 1, 2, 3, 4, 0x6474E551
+_DT_NEEDED, _DT_HASH, _DT_STRTAB, _DT_SYMTAB, _DT_STRSZ, _DT_SYMENT = 1, 4, 5, 6, 10, 11
+_DT_SONAME, _DT_RPATH, _DT_BIND_NOW, _DT_RUNPATH, _DT_FLAGS = 14, 15, 24, 29, 30
+_DT_GNU_HASH, _DT_VERSYM, _DT_FLAGS_1 = 0x6FFFFEF5, 0x6FFFFFF0, 0x6FFFFFFB
+_DT_VERDEF, _DT_VERDEFNUM, _DT_VERNEED, _DT_VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
+_DF_BIND_NOW, _DF_STATIC_TLS, _DF_1_NOW, _DF_1_NODEFLIB = 8, 16, 1, 0x800
+
+_SYMBOL = struct.Struct("<IBBHQQ")
+_PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
+
+
+class ElfError(Exception):
+    """Say why a file's dynamic tables could not be read; such a file never counts as sound."""
+
+
+class NotShared(ElfError):
+    """The file is no ELF shared object of this kind at all: empty, a script, 32-bit, another machine."""
+
+
+class PrefixTooShort(ElfError):
+    """More of the file is needed; ``wanted_bytes`` is the least length of a prefix that gets further."""
+
+    def __init__(self, wanted_bytes: int) -> None:
+        self.wanted_bytes = wanted_bytes
+        super().__init__("needs the first %d bytes" % wanted_bytes)
+
+
+class PrefixUnreadable(ElfError):
+    """The tables are not at the front of this file, or not in the order of GNU ld: read the whole file."""
+
+
+class Undefined(NamedTuple):
+    """One name a file leaves to others. ``version`` and ``library`` are None for an unversioned name."""
+
+    name: str
+    version: Optional[str]
+    library: Optional[str]
+    is_weak: bool
+
+
+class Elf(NamedTuple):
+    """The dynamic tables of one shared object.
+
+    ``exports`` maps each exported name to its versions, () where the name is unversioned.
+    ``version_needs`` maps a library to the versions that it must define (weak needs left out).
+    ``source`` is "dynamic" when read as the loader reads it, or "prefix" when found at the front of the
+    file without its dynamic section: then ``soname``, ``rpath``, ``runpath``, and the three flags are None
+    or empty when they cannot be known, ``runpath`` holds what is RPATH or RUNPATH, and ``needed`` is derived
+    from the strings that no symbol refers to, without an order.
+    """
+
+    machine: str
+    size_bytes: int
+    soname: Optional[str]
+    needed: Tuple[str, ...]
+    rpath: Tuple[str, ...]
+    runpath: Tuple[str, ...]
+    exports: Dict[str, Tuple[str, ...]]
+    undefined: Tuple[Undefined, ...]
+    version_definitions: Tuple[str, ...]
+    version_needs: Dict[str, Tuple[str, ...]]
+    is_bind_now: Optional[bool]
+    has_static_tls: Optional[bool]
+    ignores_default_paths: Optional[bool]
+    has_executable_stack: bool
+    source: str
+
+    @property
+    def strong_undefined(self) -> Tuple[Undefined, ...]:
+        """Return the undefined names that must be found, or loading fails."""
+        return tuple(symbol for symbol in self.undefined if not symbol.is_weak)
+
+
+class _Memory:
+    """Checked reads from a buffer."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size_bytes = len(data)
+
+    def read(self, offset: int, length: int) -> bytes:
+        if offset < 0 or length < 0 or offset + length > self.size_bytes:
+            raise ElfError("truncated: %d bytes at offset %d of %d" % (length, offset, self.size_bytes))
+        return bytes(self._data[offset : offset + length])
+
+
+class _Descriptor:
+    """Checked reads from an open file.
+
+    A map of the file would be killed by SIGBUS when somebody truncates it meanwhile, and would count the
+    pages of a 1 GB library as this process's memory; pread has neither trouble and is as fast.
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        self._descriptor = descriptor
+        self.size_bytes = size_bytes
+
+    def read(self, offset: int, length: int) -> bytes:
+        if offset < 0 or length < 0 or offset + length > self.size_bytes:
+            raise ElfError("truncated: %d bytes at offset %d of %d" % (length, offset, self.size_bytes))
+        data = os.pread(self._descriptor, length, offset)
+        if len(data) != length:
+            raise ElfError("the file became shorter while it was read")
+        return data
+
+
+class _Segment(NamedTuple):
+    kind: int
+    flags: int
+    offset: int
+    address: int
+    file_bytes: int
+
+
+def read_file(path: str) -> Elf:
+    """Read the shared object at ``path``.
+
+    Raises NotShared for what is no shared object of ours, ElfError for one that is damaged, OSError as
+    opening does.
+    """
+    # O_NONBLOCK: a FIFO that somebody named x.so must not make a probe wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotShared("not a regular file")
+        return _read(_Descriptor(descriptor, status.st_size))
+    finally:
+        os.close(descriptor)
+
+
+def read_bytes(data: bytes) -> Elf:
+    """Read a shared object held in memory whole. Raises as `read_file` does."""
+    return _read(_Memory(data))
+
+
+def _read(source) -> Elf:
+    machine, segments = _headers(source, source.size_bytes)
+    space = _AddressSpace(source, segments)
+    dynamic = _Dynamic(space, segments)
+    strings = dynamic.strings()
+    versions = _Versions(
+        strings,
+        space.window(dynamic.first(_DT_VERDEF), MAX_VERSION_TABLE_BYTES),
+        dynamic.first(_DT_VERDEFNUM) or 0,
+        space.window(dynamic.first(_DT_VERNEED), MAX_VERSION_TABLE_BYTES),
+        dynamic.first(_DT_VERNEEDNUM) or 0,
+    )
+    count, symbols = _symbol_table(source, space, dynamic)
+    version_indexes = None
+    if dynamic.first(_DT_VERSYM) is not None and count:
+        version_indexes = _unsigned("H", space.read(dynamic.first(_DT_VERSYM), 2 * count))
+    exports, undefined = _symbols(symbols, strings, version_indexes, versions)
+    flags, flags_1 = dynamic.first(_DT_FLAGS) or 0, dynamic.first(_DT_FLAGS_1) or 0
+    return Elf(
+        machine=machine,
+        size_bytes=source.size_bytes,
+        soname=next(iter(dynamic.texts(_DT_SONAME)), None),
+        needed=dynamic.texts(_DT_NEEDED),
+        rpath=_paths(dynamic.texts(_DT_RPATH)),
+        runpath=_paths(dynamic.texts(_DT_RUNPATH)),
+        exports=exports,
+        undefined=undefined,
+        version_definitions=versions.definitions,
+        version_needs=versions.needs,
+        is_bind_now=bool(
+            flags & _DF_BIND_NOW or flags_1 & _DF_1_NOW or dynamic.first(_DT_BIND_NOW) is not None
+        ),
+        has_static_tls=bool(flags & _DF_STATIC_TLS),
+        ignores_default_paths=bool(flags_1 & _DF_1_NODEFLIB),
+        has_executable_stack=_executable_stack(segments),
+        source="dynamic",
+    )
+
+
+def _headers(source, size_bytes: int) -> Tuple[str, List[_Segment]]:
+    """Check the file header and return the machine and the program headers."""
+    if size_bytes == 0:
+        raise NotShared("empty file")
+    if size_bytes < 64:
+        head = source.read(0, min(4, size_bytes))
+        raise (
+            ElfError("truncated: shorter than a file header") if head == b"\x7fELF" else NotShared("not ELF")
+        )
+    head = source.read(0, 64)
+    if head[:4] != b"\x7fELF":
+        raise NotShared("not ELF")
+    if head[4] != 2:
+        raise NotShared("32-bit ELF")
+    if head[5] != 1:
+        raise NotShared("big-endian ELF")
+    kind, machine = struct.unpack_from("<HH", head, 16)
+    if machine not in _MACHINES:
+        raise NotShared("ELF for machine %d, neither x86-64 nor aarch64" % machine)
+    if kind not in (2, 3):
+        raise NotShared("ELF of type %d, neither shared object nor executable" % kind)
+    (offset,) = struct.unpack_from("<Q", head, 32)
+    entry_bytes, count = struct.unpack_from("<HH", head, 54)
+    if count == 0 or entry_bytes != _PROGRAM_HEADER.size or count == 0xFFFF:
+        raise ElfError("%d program headers of %d bytes" % (count, entry_bytes))
+    table = source.read(offset, count * entry_bytes)
+    segments = [
+        _Segment(kind, flags, offset, address, file_bytes)
+        for kind, flags, offset, address, _, file_bytes, _, _ in _PROGRAM_HEADER.iter_unpack(table)
+    ]
+    return _MACHINES[machine], segments
+
+
+def _executable_stack(segments: List[_Segment]) -> bool:
+    return any(s.kind == _PT_GNU_STACK and s.flags & 1 for s in segments)
+
+
+def _paths(texts: Tuple[str, ...]) -> Tuple[str, ...]:
+    return tuple(part for text in texts for part in text.split(":") if part)
+
+
+def _unsigned(code: str, data: bytes) -> array:
+    """Return little-endian integers: code "H" is 16 bits wide, "I" 32 bits."""
+    values = array(code)
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+class _AddressSpace:
+    """The file as its loaded segments show it: reads by address instead of offset."""
+
+    def __init__(self, source, segments: List[_Segment]) -> None:
+        self._source = source
+        self._loads = [s for s in segments if s.kind == _PT_LOAD]
+
+    def _place(self, address: int) -> Tuple[int, int]:
+        """Return the offset of an address and how many bytes of the file follow in its segment."""
+        for load in self._loads:
+            inside = address - load.address
+            if 0 <= inside < load.file_bytes:
+                offset = load.offset + inside
+                return offset, min(load.file_bytes - inside, self._source.size_bytes - offset)
+        raise ElfError("address %#x lies in no segment of the file" % address)
+
+    def read(self, address: int, length: int) -> bytes:
+        offset, available = self._place(address)
+        if length > available:
+            raise ElfError("truncated: %d bytes at address %#x, %d there" % (length, address, available))
+        return self._source.read(offset, length)
+
+    def window(self, address: Optional[int], limit: int) -> bytes:
+        """Return up to ``limit`` bytes from an address on; b"" for None."""
+        if address is None:
+            return b""
+        offset, available = self._place(address)
+        return self._source.read(offset, max(0, min(available, limit)))
+
+
+class _Dynamic:
+    """The dynamic section: tags with their values, and the string table that they speak of."""
+
+    def __init__(self, space: _AddressSpace, segments: List[_Segment]) -> None:
+        self._space = space
+        self._tags: Dict[int, List[int]] = {}
+        place = next((s for s in segments if s.kind == _PT_DYNAMIC), None)
+        if place is None or place.file_bytes == 0:
+            raise NotShared("no dynamic section: static, or only debug information")
+        # The loader finds the section by its address, so the file offset of the header counts for nothing.
+        table = space.window(place.address, min(place.file_bytes, MAX_DYNAMIC_BYTES))
+        for position in range(0, len(table) - 15, 16):
+            tag, value = struct.unpack_from("<QQ", table, position)
+            if tag == 0:
+                break
+            self._tags.setdefault(tag, []).append(value)
+        self._strings: Optional[bytes] = None
+
+    def first(self, tag: int) -> Optional[int]:
+        values = self._tags.get(tag)
+        return values[0] if values else None
+
+    def texts(self, tag: int) -> Tuple[str, ...]:
+        strings = self.strings()
+        return tuple(_text(strings, offset) for offset in self._tags.get(tag, ()))
+
+    def strings(self) -> bytes:
+        if self._strings is None:
+            address, length = self.first(_DT_STRTAB), self.first(_DT_STRSZ)
+            if address is None or length is None:
+                raise ElfError("no string table")
+            if length > MAX_STRING_TABLE_BYTES:
+                raise ElfError("string table of %d bytes, more than any real one" % length)
+            self._strings = self._space.read(address, length)
+        return self._strings
+
+
+def _text(strings: bytes, offset: int) -> str:
+    end = strings.find(b"\0", offset, offset + MAX_NAME_BYTES + 1)
+    if offset >= len(strings) or end < 0:
+        raise ElfError("a name at %d lies outside its string table" % offset)
+    return strings[offset:end].decode("utf-8", "backslashreplace")
+
+
+class _Versions:
+    """Symbol versions: ``names`` maps an index to (version, library that must define it or None)."""
+
+    def __init__(
+        self, strings: bytes, definitions: bytes, definition_count: int, needs: bytes, need_count: int
+    ) -> None:
+        self.names: Dict[int, Tuple[str, Optional[str]]] = {}
+        self.base: Optional[str] = None
+        self._records = 0
+        self.definitions = tuple(self._read_definitions(strings, definitions, definition_count))
+        self.needs = self._read_needs(strings, needs, need_count)
+
+    def _count(self) -> None:
+        self._records += 1
+        if self._records > MAX_VERSION_RECORDS:
+            raise ElfError("more than %d symbol version records" % MAX_VERSION_RECORDS)
+
+    def _read_definitions(self, strings: bytes, table: bytes, count: int) -> Iterator[str]:
+        position = 0
+        for _ in range(count):
+            self._count()
+            _, flags, index, _, _, names_at, following = _record("<HHHHIII", table, position)
+            (name_at,) = _record("<I", table, position + names_at)
+            name = _text(strings, name_at)
+            if flags & 1:
+                # The base definition names the file itself, not a version of it.
+                self.base = name
+            else:
+                self.names[index & 0x7FFF] = (name, None)
+                yield name
+            if following == 0:
+                break
+            position += following
+
+    def _read_needs(self, strings: bytes, table: bytes, count: int) -> Dict[str, Tuple[str, ...]]:
+        needs: Dict[str, List[str]] = {}
+        position = 0
+        for _ in range(count):
+            self._count()
+            _, names, library_at, names_at, following = _record("<HHIII", table, position)
+            library = _text(strings, library_at)
+            wanted = needs.setdefault(library, [])
+            at = position + names_at
+            for _ in range(names):
+                self._count()
+                _, flags, index, name_at, next_name = _record("<IHHII", table, at)
+                name = _text(strings, name_at)
+                self.names[index & 0x7FFF] = (name, library)
+                if not flags & 2:
+                    wanted.append(name)
+                if next_name == 0:
+                    break
+                at += next_name
+            if following == 0:
+                break
+            position += following
+        return {library: tuple(sorted(set(wanted))) for library, wanted in needs.items()}
+
+
+def _record(layout: str, table: bytes, position: int) -> Tuple[int, ...]:
+    try:
+        return struct.unpack_from(layout, table, position)
+    except struct.error:
+        raise ElfError("truncated: a symbol version record at %d" % position) from None
+
+
+def _symbol_table(source, space: _AddressSpace, dynamic: _Dynamic) -> Tuple[int, bytes]:
+    address = dynamic.first(_DT_SYMTAB)
+    if address is None:
+        return 0, b""
+    if dynamic.first(_DT_SYMENT) not in (None, _SYMBOL.size):
+        raise ElfError("symbols of %d bytes" % (dynamic.first(_DT_SYMENT) or 0))
+    count = _symbol_count(source, space, dynamic, address)
+    if count > MAX_SYMBOLS:
+        raise ElfError("%d symbols, more than any real file has" % count)
+    return count, space.read(address, count * _SYMBOL.size)
+
+
+def _symbol_count(source, space: _AddressSpace, dynamic: _Dynamic, symbols_at: int) -> int:
+    """Return the number of dynamic symbols, which the dynamic section itself does not say.
+
+    The SysV hash table holds it. The GNU hash table gives it as the end of its last chain, except in a file
+    that exports nothing, where only the section table or the string table's place tell it.
+    """
+    if (address := dynamic.first(_DT_HASH)) is not None:
+        return struct.unpack("<II", space.read(address, 8))[1]
+    if (address := dynamic.first(_DT_GNU_HASH)) is not None:
+        count = _gnu_hash_count(space, address)
+        if count is not None:
+            return count
+    count = _section_count(source, symbols_at)
+    if count is not None:
+        return count
+    strings_at = dynamic.first(_DT_STRTAB) or 0
+    if strings_at > symbols_at and (strings_at - symbols_at) // _SYMBOL.size <= MAX_SYMBOLS:
+        return (strings_at - symbols_at) // _SYMBOL.size
+    raise ElfError("nothing in the file tells how many symbols it has")
+
+
+def _gnu_hash_count(space: _AddressSpace, address: int) -> Optional[int]:
+    bucket_count, first_hashed, bloom_words, _ = struct.unpack("<IIII", space.read(address, 16))
+    if bucket_count == 0 or 4 * bucket_count + 8 * bloom_words > MAX_HASH_TABLE_BYTES:
+        raise ElfError("hash table of %d buckets" % bucket_count)
+    buckets_at = address + 16 + 8 * bloom_words
+    last = max(_unsigned("I", space.read(buckets_at, 4 * bucket_count)))
+    if last < first_hashed or last == 0:
+        return None
+    chains_at = buckets_at + 4 * bucket_count
+    position = last - first_hashed
+    while last <= MAX_SYMBOLS:
+        part = space.window(chains_at + 4 * position, 4096)
+        if len(part) < 4:
+            raise ElfError("truncated: a hash chain without end")
+        for value in _unsigned("I", part[: len(part) & ~3]):
+            last += 1
+            position += 1
+            if value & 1:
+                return last
+    raise ElfError("more than %d symbols" % MAX_SYMBOLS)
+
+
+def _section_count(source, symbols_at: int) -> Optional[int]:
+    """Return the symbol count that the section table gives, None where it is stripped or does not fit."""
+    head = source.read(0, 64)
+    (offset,) = struct.unpack_from("<Q", head, 40)
+    entry_bytes, count = struct.unpack_from("<HH", head, 58)
+    if entry_bytes != 64 or offset == 0 or offset + 64 * count > source.size_bytes:
+        return None
+    for _, kind, _, address, _, length, _, _, _, _ in struct.iter_unpack(
+        "<IIQQQQIIQQ", source.read(offset, 64 * count)
+    ):
+        if kind == 11 and address == symbols_at:
+            return length // _SYMBOL.size
+    return None
+
+
+def _symbols(
+    table: bytes, strings: bytes, version_indexes: Optional[array], versions: _Versions
+) -> Tuple[Dict[str, Tuple[str, ...]], Tuple[Undefined, ...]]:
+    """Return the exported names with their versions, and the undefined ones."""
+    exports: Dict[str, Tuple[str, ...]] = {}
+    undefined: List[Undefined] = []
+    find, size, budget = strings.find, len(strings), MAX_NAMES_TOTAL_BYTES
+    names = versions.names
+    for index, (name_at, info, other, section, value, _) in enumerate(_SYMBOL.iter_unpack(table)):
+        binding = info >> 4
+        if binding == 0 or name_at == 0:
+            continue
+        # Only what the loader would bind counts: neither hidden nor internal, a section's or a file's name,
+        # nor a plain symbol at address zero.
+        if section and (other & 3 in (1, 2) or info & 15 in (3, 4)):
+            continue
+        end = find(b"\0", name_at, name_at + MAX_NAME_BYTES + 1)
+        if name_at >= size or end < 0:
+            raise ElfError("symbol %d has a name outside the string table" % index)
+        budget -= end - name_at
+        if budget < 0:
+            raise ElfError("more than %d bytes of symbol names" % MAX_NAMES_TOTAL_BYTES)
+        name = strings[name_at:end].decode("utf-8", "backslashreplace")
+        version = version_indexes[index] & 0x7FFF if version_indexes is not None else 1
+        if section == 0:
+            text, library = _version(names, version) if version > 1 else (None, None)
+            undefined.append(Undefined(name, text, library, binding == 2))
+        elif value == 0 and section != 0xFFF1 and info & 15 != 6:
+            continue
+        elif version > 1:
+            exports[name] = (*exports.get(name, ()), _version(names, version)[0])
+        elif version == 1:
+            exports.setdefault(name, ())
+    return exports, tuple(undefined)
+
+
+def _version(names: Dict[int, Tuple[str, Optional[str]]], index: int) -> Tuple[str, Optional[str]]:
+    try:
+        return names[index]
+    except KeyError:
+        raise ElfError("symbol version %d is not defined in the file" % index) from None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The front of a file: enough of a wheel's deflate stream to know names, without the hundreds of megabytes
+# of GPU code behind them.
+
+_SONAME_LIKE = re.compile(r"[^/\s$:]+\.so(\.[0-9A-Za-z_]+)*\Z")
+
+
+def read_prefix(data: bytes, size_bytes: int, name: str) -> Elf:
+    """Read the tables of a shared object from its first bytes.
+
+    ``data`` is a prefix of the file, ``size_bytes`` the length of the whole file, ``name`` its base name.
+    The dynamic section lies at the end of a file, behind the GPU code, so the tables are found by their
+    order as GNU ld and mold write them: hash table, symbols, strings, version indexes, versions. A file is
+    believed only if every exported name hashes to the value that the hash table holds for it.
+
+    Raises PrefixTooShort when a longer prefix is needed, PrefixUnreadable when the tables are elsewhere (a
+    file changed by patchelf, another linker, no exports), NotShared and ElfError as `read_file` does.
+    """
+    if len(data) > size_bytes:
+        raise ElfError("%d bytes given of a file of %d" % (len(data), size_bytes))
+    front = _Front(data, size_bytes)
+    front.require(min(64, size_bytes))
+    if data[:4] == b"\x7fELF" and size_bytes >= 64:
+        # The program headers follow the file header unless a tool has moved them to the end.
+        offset, count = struct.unpack_from("<Q", data, 32)[0], struct.unpack_from("<H", data, 56)[0]
+        if offset > 4096:
+            raise PrefixUnreadable("program headers moved to offset %d" % offset)
+        front.require(min(offset + _PROGRAM_HEADER.size * count, size_bytes))
+    machine, segments = _headers(_Memory(data), size_bytes)
+    first = next((s for s in segments if s.kind == _PT_LOAD), None)
+    if first is None or first.offset != 0 or first.file_bytes > size_bytes:
+        raise PrefixUnreadable("the first segment does not begin the file")
+    notes = (s for s in segments if s.kind in (_PT_NOTE, _PT_INTERP))
+    note_ends = (s.offset + s.file_bytes for s in notes)
+    headers_end = offset + _PROGRAM_HEADER.size * len(segments)
+    start = max([headers_end, *(end for end in note_ends if end < 8192)])
+    front.limit = first.file_bytes
+    tables = _front_tables(front, start)
+    strings = data[tables.strings_at : tables.strings_end]
+    versions, indexes = _front_versions(front, tables, strings)
+    exports, undefined = _symbols(data[tables.symbols_at : tables.strings_at], strings, indexes, versions)
+    needed, soname, paths = _front_dynamic_strings(data, tables, strings, versions, name)
+    return Elf(
+        machine=machine,
+        size_bytes=size_bytes,
+        soname=soname,
+        needed=needed,
+        rpath=(),
+        runpath=paths,
+        exports=exports,
+        undefined=undefined,
+        version_definitions=versions.definitions,
+        version_needs=versions.needs,
+        is_bind_now=None,
+        has_static_tls=None,
+        ignores_default_paths=None,
+        has_executable_stack=_executable_stack(segments),
+        source="prefix",
+    )
+
+
+class _Front:
+    """A prefix with the length of the segment that the tables lie in."""
+
+    def __init__(self, data: bytes, size_bytes: int) -> None:
+        self.data = data
+        self.limit = size_bytes
+
+    def require(self, length: int) -> None:
+        if length > self.limit:
+            raise PrefixUnreadable("a table would end behind the first segment")
+        if length > len(self.data):
+            raise PrefixTooShort(length)
+
+
+class _Tables(NamedTuple):
+    symbols_at: int
+    strings_at: int
+    strings_end: int
+    count: int
+
+
+def _front_tables(front: _Front, start: int) -> _Tables:
+    """Find the GNU hash table behind ``start`` and, by it, the symbols and strings that follow."""
+    # A SysV hash table may stand before the GNU one; notes and padding are short.
+    budget = 4 * MAX_SYMBOLS
+    for position in range((start + 7) & ~7, min(start + (1 << 20), front.limit - 16), 8):
+        front.require(position + 16)
+        header = struct.unpack_from("<IIII", front.data, position)
+        bucket_count, first_hashed, bloom_words, shift = header
+        if not (
+            0 < bucket_count <= MAX_SYMBOLS
+            and 0 < first_hashed <= MAX_SYMBOLS
+            and 0 < bloom_words <= MAX_SYMBOLS
+            and bloom_words & (bloom_words - 1) == 0
+            and shift < 64
+        ):
+            continue
+        buckets_at = position + 16 + 8 * bloom_words
+        chains_at = buckets_at + 4 * bucket_count
+        if chains_at > front.limit:
+            continue
+        # A crafted file could look like a table at every position.
+        budget -= bucket_count
+        if budget < 0:
+            break
+        # Only a candidate whose filled buckets ascend may ask for a longer prefix.
+        known = front.data[buckets_at : min(chains_at, len(front.data) & ~3)]
+        filled = [b for b in _unsigned("I", known[: len(known) & ~3]) if b]
+        if filled and (filled[0] != first_hashed or filled != sorted(set(filled))):
+            continue
+        front.require(chains_at)
+        if not filled:
+            if position == (start + 7) & ~7:
+                raise PrefixUnreadable("the file exports nothing, so its hash table counts nothing")
+            continue
+        end = _front_chain_end(front, chains_at, filled[-1], first_hashed)
+        if end is None:
+            continue
+        budget -= end
+        tables = _front_symbols(front, (chains_at, end), first_hashed)
+        if tables is not None:
+            return tables
+    raise PrefixUnreadable("no GNU hash table at the front of the file")
+
+
+def _front_chain_end(front: _Front, chains_at: int, last: int, first_hashed: int) -> Optional[int]:
+    """Return the symbol count: the end of the last bucket's chain; None when there is no such end."""
+    if last > MAX_SYMBOLS:
+        return None
+    position = chains_at + 4 * (last - first_hashed)
+    while position + 4 <= front.limit:
+        front.require(position + 4)
+        last += 1
+        if front.data[position] & 1:
+            return last
+        position += 4
+    return None
+
+
+def _front_symbols(front: _Front, chains: Tuple[int, int], first_hashed: int) -> Optional[_Tables]:
+    """Return the tables behind a hash table if every hash fits its name, else None."""
+    chains_at, count = chains
+    data = front.data
+    symbols_at = (chains_at + 4 * (count - first_hashed) + 7) & ~7
+    strings_at = symbols_at + _SYMBOL.size * count
+    if strings_at >= front.limit:
+        return None
+    front.require(symbols_at + _SYMBOL.size)
+    if any(data[symbols_at : symbols_at + _SYMBOL.size]):
+        return None
+    front.require(strings_at + 1)
+    offsets = [entry[0] for entry in _SYMBOL.iter_unpack(data[symbols_at:strings_at])]
+    last_name = strings_at + max(offsets)
+    if data[strings_at] != 0 or last_name >= front.limit:
+        return None
+    end = _front_strings_end(front, last_name)
+    hashes = _unsigned("I", data[chains_at : chains_at + 4 * (count - first_hashed)])
+    for index, wanted in enumerate(hashes, first_hashed):
+        offset = offsets[index]
+        name = data[strings_at + offset : data.index(b"\0", strings_at + offset)]
+        if (_gnu_hash(name) ^ wanted) >> 1:
+            return None
+    return _Tables(symbols_at, strings_at, end, count)
+
+
+def _front_strings_end(front: _Front, position: int) -> int:
+    """Return the end of the string table whose last known string begins at ``position``.
+
+    Behind the last string comes the first version index, which is 0, so the table ends at an empty string.
+    """
+    data = front.data
+    while True:
+        end = data.find(b"\0", position, position + MAX_NAME_BYTES + 1)
+        if end < 0:
+            if len(data) < front.limit and len(data) - position <= MAX_NAME_BYTES:
+                raise PrefixTooShort(min(len(data) + 4096, front.limit))
+            raise PrefixUnreadable("a name without end")
+        if end == position:
+            return end
+        position = end + 1
+        front.require(position + 1)
+
+
+def _gnu_hash(name: bytes) -> int:
+    value = 5381
+    for byte in name:
+        value = (value * 33 + byte) & 0xFFFFFFFF
+    return value
+
+
+def _sysv_hash(name: bytes) -> int:
+    value = 0
+    for byte in name:
+        value = (value << 4) + byte
+        high = value & 0xF0000000
+        value = (value ^ (high >> 24)) & ~high & 0xFFFFFFFF
+    return value
+
+
+def _front_versions(front: _Front, tables: _Tables, strings: bytes) -> Tuple[_Versions, array]:
+    """Read the version tables behind the strings, accepting them only if their hashes fit their names."""
+    indexes_at = (tables.strings_end + 1) & ~1
+    indexes_end = indexes_at + 2 * tables.count
+    front.require(indexes_end)
+    indexes = _unsigned("H", front.data[indexes_at:indexes_end])
+    position = (indexes_end + 7) & ~7
+    definitions_at, definition_count, position = _front_version_table(front, strings, position, "<HHHHIII")
+    needs_at, need_count, position = _front_version_table(front, strings, position, "<HHIII")
+    if not definition_count and not need_count:
+        raise PrefixUnreadable("no symbol versions behind the strings")
+    versions = _Versions(
+        strings,
+        front.data[definitions_at:],
+        definition_count,
+        front.data[needs_at:],
+        need_count,
+    )
+    return versions, indexes
+
+
+def _front_version_table(front: _Front, strings: bytes, start: int, layout: str) -> Tuple[int, int, int]:
+    """Return (start, record count, end) of one version table; no records when ``start`` holds another."""
+    is_need = layout == "<HHIII"
+    head_bytes, name_bytes = struct.calcsize(layout), 16 if is_need else 8
+    position, count, end = start, 0, start
+    while True:
+        front.require(min(position + head_bytes, front.limit))
+        if position + head_bytes > front.limit:
+            return start, 0, start
+        head = struct.unpack_from(layout, front.data, position)
+        names, names_at, following = (head[1], head[3], head[4]) if is_need else (head[3], head[5], head[6])
+        if head[0] != 1 or not 0 < names <= MAX_VERSION_RECORDS or names_at < head_bytes:
+            break
+        if is_need and not _printable(strings, head[2]):
+            break
+        at = position + names_at
+        for number in range(names):
+            if at + name_bytes > front.limit:
+                return start, 0, start
+            front.require(at + name_bytes)
+            if is_need:
+                wanted, _, _, name_at, step = struct.unpack_from("<IHHII", front.data, at)
+            else:
+                (name_at, step), wanted = struct.unpack_from("<II", front.data, at), head[4]
+            name = _printable(strings, name_at)
+            if name is None or ((is_need or number == 0) and _sysv_hash(name) != wanted):
+                return start, 0, start
+            end = max(end, at + name_bytes)
+            if step == 0 or number == names - 1:
+                break
+            at += step
+        count += 1
+        if following == 0:
+            return start, count, (end + 7) & ~7
+        if count > MAX_VERSION_RECORDS:
+            break
+        position += following
+    return start, 0, start
+
+
+def _printable(strings: bytes, offset: int) -> Optional[bytes]:
+    """Return the name at an offset, None unless it is a non-empty one of printable characters."""
+    end = strings.find(b"\0", offset, offset + 4096) if offset < len(strings) else -1
+    if end < 0 and offset < len(strings) and len(strings) - offset < 4096:
+        end = len(strings)
+    name = strings[offset:end] if end > offset else b""
+    return name if name and all(32 < byte < 127 for byte in name) else None
+
+
+def _front_dynamic_strings(
+    data: bytes, tables: _Tables, strings: bytes, versions: _Versions, name: str
+) -> Tuple[Tuple[str, ...], Optional[str], Tuple[str, ...]]:
+    """Return (NEEDED, SONAME, search paths) from the strings that no symbol and no version refers to.
+
+    Those strings are there for the dynamic section alone. Libraries whose symbols are versioned are needed
+    for certain; the file's own name is told apart by its base version or by the name of the file.
+    """
+    used = {entry[0] for entry in _SYMBOL.iter_unpack(data[tables.symbols_at : tables.strings_at])}
+    version_texts = set(versions.definitions) | {text for text, _ in versions.names.values()}
+    needed = list(versions.needs)
+    paths: List[str] = []
+    own = versions.base
+    position = 1
+    while position < len(strings):
+        end = strings.find(b"\0", position)
+        end = len(strings) if end < 0 else end
+        if position not in used:
+            text = strings[position:end].decode("utf-8", "backslashreplace")
+            if text.startswith("$") or "/" in text:
+                paths.extend(part for part in text.split(":") if part)
+            elif _SONAME_LIKE.match(text) and text not in version_texts:
+                if own is None and text.split(".so")[0] == name.split(".so")[0]:
+                    own = text
+                elif text not in needed:
+                    needed.append(text)
+        position = end + 1
+    return tuple(n for n in needed if n != own), own, tuple(paths)
