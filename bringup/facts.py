@@ -45,7 +45,8 @@ class Settings(BaseModel):
 
     ``lock`` None means the lock beside the stack. ``indexes`` replaces index URLs by name (a site mirror);
     ``apt_url`` and ``apt_key`` likewise for NVIDIA's repository, ``apt_key`` being the path of a key file on
-    the controller. ``drain`` and ``undrain`` are commands run on the controller. ``only`` None means all.
+    the controller. ``drain`` and ``undrain`` are commands run on the controller. ``only`` None means all steps.
+    The keys from ``only`` on are options of one run; the command line sets them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,6 +70,9 @@ class Settings(BaseModel):
     lock_wait_s: float = 0.0
     work_wait_s: float = 1800.0
     who: str = ""
+    rollback_to: str | None = None
+    rollback_reason: str = ""
+    unpin: bool = False
 
 
 class Script(FactBase[str]):

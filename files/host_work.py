@@ -10,6 +10,7 @@ Usage:
   host_work.py --run RUN alternative NAME TARGET [--undo]
   host_work.py --run RUN cutover [--restart UNIT]...   from here on, a controller that vanishes is undone too
   host_work.py --run RUN fail REASON                   undo what this run recorded, print REASON, exit 1
+  host_work.py --run RUN settle                        wait for work that outlived its controller
   host_work.py --run RUN commit                        forget what could be undone: the run succeeded
   host_work.py --run RUN reserve --for-s N             keep other runs out over a reboot we asked for
 
@@ -63,6 +64,7 @@ def main(argv):
         "cutover": cutover,
         "fail": fail,
         "commit": commit,
+        "settle": lambda _: 0,
     }
     try:
         lock = take_work_lock(args)
@@ -75,7 +77,7 @@ def main(argv):
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         say("bringup: {}: {}".format(args.action, error))
         status = 1
-    if status not in (0, LOCKED_OUT) and args.action not in ("fail", "commit"):
+    if status not in (0, LOCKED_OUT) and args.action not in ("fail", "commit", "settle"):
         undo(args.run)
     return status
 
@@ -121,6 +123,7 @@ def parser():
     one = actions.add_parser("fail")
     one.add_argument("reason")
     actions.add_parser("commit")
+    actions.add_parser("settle")
     one = actions.add_parser("reserve")
     one.add_argument("--for-s", type=float, default=1800.0)
     return top

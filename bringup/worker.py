@@ -1,0 +1,492 @@
+"""Run one shard of hosts in this process through pyinfra, and write what happens as events to stdout.
+
+``python -m bringup.worker`` reads a Shard as JSON from stdin. It runs the same ``deploy.py`` that plain pyinfra
+runs, but looks first and leaves hosts alone that are as wanted; prepares hosts in parallel; keeps one host's
+failure away from the others; and closes its connections.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import gevent
+import pyinfra
+import pyinfra_cli  # noqa: F401 (patches the standard library for gevent; must come before anything that blocks)
+from pydantic import BaseModel, ConfigDict, Field
+from pyinfra.api import BaseStateCallback, Config, Host, Inventory, State
+from pyinfra.api.connect import connect_all
+from pyinfra.api.exceptions import PyinfraError
+from pyinfra.api.operations import run_ops
+from pyinfra.api.state import StateStage
+from pyinfra.context import ctx_config, ctx_host, ctx_inventory, ctx_state
+from pyinfra_cli.inventory import make_inventory
+from pyinfra_cli.util import exec_file
+
+from bringup import drift, facts, paths
+from bringup.errors import BringupError, InputError
+from bringup.finding import Finding
+from bringup.findings import all_findings
+from bringup.report import events
+from bringup.report.results import (
+    BackendResult,
+    DifferenceResult,
+    EnvironmentResult,
+    FindingResult,
+    HostStatus,
+    PinResult,
+    StackRef,
+    StepStatus,
+    VerificationResult,
+)
+
+Command = Literal["plan", "apply", "verify", "drift", "rollback"]
+
+HOSTS_PER_WORKER = 50
+"""One process's controller CPU is single-threaded; 50 hosts keep it busy without starving it."""
+
+BOOKKEEPING = "lock"
+"""The deploy whose operations are no changes: taking the run lock and giving it back."""
+
+
+class Shard(BaseModel):
+    """Some hosts of an inventory and what to do with them.
+
+    ``overrides`` are ``bringup_*`` data keys, without their prefix, that the command line sets for all of them.
+    The hosts are those that ``limit`` names (all when empty) and ``exclude`` does not; this process takes every
+    ``parts``-th of them from number ``part`` on. ``parts`` None: one part per 50 hosts, at most one per core.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: Command
+    inventory: str
+    limit: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    part: int = 0
+    parts: int | None = None
+    overrides: Mapping[str, Any] = Field(default_factory=dict)
+    parallel: int = 50
+    connect_timeout_s: int = 10
+    verbosity: int = 0
+
+
+@dataclass
+class _Told:
+    """What has been said about one host so far."""
+
+    started_s: float
+    step: str | None = None
+    step_started_s: float = 0.0
+    step_ops: list[str] = field(default_factory=list)
+    changes: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    failed_op: str | None = None
+    problem: str | None = None
+    is_slow: bool = False
+
+
+class Worker:
+    """Carry out one shard. ``say`` receives every line for the engine."""
+
+    def __init__(self, shard: Shard, say: Callable[[str], None]) -> None:
+        self.shard = shard
+        self._say = say
+        self._errors: dict[str, str] = {}
+        self._told: dict[str, _Told] = {}
+        self.state = State(check_for_changes=True)
+
+    # ------------------------------------------------------------ events
+
+    def _write(self, event: events.Event) -> None:
+        self._say(event.as_line())
+
+    def _common(self, host: str) -> dict[str, Any]:
+        return {"time_s": round(time.time(), 3), "run": facts.RUN_ID, "host": host}
+
+    def told(self, host: str, kind: str, content: Mapping[str, Any]) -> None:
+        """Turn what a task tells about a host into an event."""
+        about = self._told[host]
+        match kind:
+            case "finding":
+                finding = FindingResult.model_validate(content)
+                known = Finding(**finding.model_dump())
+                if known not in about.findings:
+                    about.findings.append(known)
+                    self._write(events.FindingSeen(**self._common(host), finding=finding))
+            case "measurement":
+                taken = BackendResult.model_validate(content)
+                about.is_slow |= taken.verdict == "fail"
+                self._write(events.MeasurementTaken(**self._common(host), measurement=taken))
+            case "command":
+                self._write(events.CommandStarted(**self._common(host), **content))
+            case _:
+                pass
+
+    def step_begins(self, host: Host, op_hash: str) -> None:
+        """Notice that an operation starts; a new deploy name is a new step."""
+        about = self._told[host.name]
+        name = step_of(self.state, op_hash)
+        if about.step != name:
+            self.step_ends(host)
+            about.step, about.step_started_s, about.step_ops = name, time.time(), []
+            if name != BOOKKEEPING:
+                self._write(events.StepStarted(**self._common(host.name), step=name))
+        about.step_ops.append(op_hash)
+
+    def step_ends(self, host: Host, status: StepStatus | None = None) -> None:
+        """Close the running step of a host, counting the operations that executed commands."""
+        about = self._told[host.name]
+        if about.step is None:
+            return
+        changes = 0
+        for op_hash in about.step_ops:
+            meta = self.state.ops[host][op_hash].operation_meta
+            if meta.is_complete() and meta.did_change():
+                changes += 1
+            if meta.is_complete() and meta.did_error():
+                status, about.failed_op = "failed", op_hash
+        if about.step != BOOKKEEPING:
+            about.changes += changes
+            self._write(
+                events.StepDone(
+                    **self._common(host.name),
+                    step=about.step,
+                    status=status or ("changed" if changes else "unchanged"),
+                    seconds=round(time.time() - about.step_started_s, 3),
+                    changes=changes,
+                )
+            )
+        about.step = None
+
+    # ------------------------------------------------------------ the run
+
+    def run(self) -> None:
+        """Do what the shard asks; every host ends with one ``host_done`` event.
+
+        Raises InputError when the inventory cannot be used.
+        """
+        inventory = self._open()
+        facts.listen(self.told)
+        hosts = [host for host in inventory if self.state.is_host_in_limit(host)]
+        for host in hosts:
+            self._told[host.name] = _Told(time.time())
+        try:
+            self._connect(hosts)
+            alive = [host for host in hosts if host in self.state.active_hosts]
+            self._each(alive, self._assess)
+            acting = [host for host in alive if self._must_act(host)]
+            if acting:
+                self._deploy(acting)
+            for host in hosts:
+                self._finish(host, has_acted=host in acting)
+        finally:
+            close(hosts)
+
+    def _open(self) -> Inventory:
+        pyinfra.is_cli = True
+        root = str(paths.root())
+        self.state.cwd = root
+        ctx_state.set(self.state)
+        config = Config(
+            PARALLEL=self.shard.parallel,
+            CONNECT_TIMEOUT=self.shard.connect_timeout_s,
+            FAIL_PERCENT=100,
+        )
+        ctx_config.set(config)
+        overrides = {f"bringup_{key}": value for key, value in self.shard.overrides.items()}
+        inventory = open_inventory(self.shard.inventory, overrides)
+        ctx_inventory.set(inventory)
+        chosen = choose(inventory, self.shard.limit, self.shard.exclude)
+        parts = self.shard.parts or max(1, min(os.cpu_count() or 1, -(-len(chosen) // HOSTS_PER_WORKER)))
+        limit = chosen[self.shard.part :: parts]
+        self._announce(chosen, limit, parts)
+        self.state.init(inventory, config, initial_limit=limit)
+        self.state.add_callback_handler(_Callbacks(self))
+        return inventory
+
+    def _announce(self, chosen: list[Host], mine: list[Host], parts: int) -> None:
+        # Not an event: it tells the engine what to start and what is lost when this process dies.
+        stack = facts.wanted(chosen[0])
+        shard = {
+            "hosts": [host.name for host in mine],
+            "all_hosts": [host.name for host in chosen],
+            "parts": parts,
+            "stack": {"name": stack.name, "digest": stack.digest},
+        }
+        self._say(json.dumps({"shard": shard}))
+
+    def _connect(self, hosts: list[Host]) -> None:
+        started = time.time()
+        self.state.set_stage(StateStage.Connect)
+        try:
+            connect_all(self.state)
+        except PyinfraError:
+            pass  # every host failed to connect: each says so itself
+        for host in hosts:
+            if host in self.state.active_hosts:
+                seconds = round(time.time() - started, 3)
+                self._write(events.HostConnected(**self._common(host.name), seconds=seconds))
+
+    def _each(self, hosts: list[Host], work: Callable[[Host], None]) -> None:
+        def one(host: Host) -> None:
+            with bound(ctx_config, self.state.config.copy()), bound(ctx_host, host):
+                try:
+                    work(host)
+                except BringupError as error:
+                    self._told[host.name].problem = str(error)
+                except Exception as error:  # one host's trouble, whatever it is, stays with that host
+                    self._told[host.name].problem = f"{type(error).__name__}: {error}"
+
+        gevent.joinall([self.state.pool.spawn(one, host) for host in hosts], raise_error=True)
+
+    def _assess(self, host: Host) -> None:
+        state = facts.observed(host)
+        if state is None:
+            return
+        stack = facts.wanted(host)
+        for found in drift.diff(stack, state):
+            difference = DifferenceResult(path=found.path, wanted=found.wanted, found=found.found)
+            self._write(events.DifferenceSeen(**self._common(host.name), difference=difference))
+        for finding in all_findings(stack, state, now_s=time.time()):
+            self.told(host.name, "finding", finding.as_json())
+
+    def _must_act(self, host: Host) -> bool:
+        state = None if self._told[host.name].problem else facts.observed(host)
+        if state is None:
+            return False
+        match self.shard.command:
+            case "plan" | "drift":
+                return False
+            case "verify" | "rollback":
+                return True
+        stack = facts.wanted(host)
+        chosen = facts.settings(host)
+        return bool(
+            chosen.force
+            or chosen.deep
+            or drift.diff(stack, state)
+            or (drift.verification_state(stack, state) == "stale" and not drift.gpus_in_use(state))
+        )
+
+    def _deploy(self, hosts: list[Host]) -> None:
+        for host in list(self.state.active_hosts):
+            if host not in hosts:
+                self.state.active_hosts.discard(host)
+        file = entry_file(self.shard.command)
+        self.state.set_stage(StateStage.Prepare)
+        self.state.current_deploy_filename = str(file)
+        self._each(hosts, lambda _: exec_file(str(file)))
+        broken = {host for host in hosts if self._told[host.name].problem}
+        if broken:
+            try:
+                self.state.fail_hosts(broken)
+            except PyinfraError:
+                return  # no host is left to act on; each has its problem told
+        self.state.set_stage(StateStage.Execute)
+        run_ops(self.state, no_wait=True)
+
+    # ------------------------------------------------------------ the end
+
+    def _finish(self, host: Host, *, has_acted: bool) -> None:
+        about = self._told[host.name]
+        self.step_ends(host)
+        reached = host in self.state.activated_hosts
+        state = None
+        if reached:
+            with bound(ctx_host, host):
+                state = facts.observed(host)
+        status, why = self._verdict(host, about, state_known=state is not None, has_acted=has_acted)
+        extra: dict[str, Any] = {}
+        if state is not None:
+            stack = facts.wanted(host)
+            extra = {
+                "simulated": state.simulated,
+                "verification": VerificationResult.model_validate(drift.verification(stack, state)),
+                "pin": PinResult.model_validate(state.pin_found) if state.pin_found else None,
+                "environment": (
+                    EnvironmentResult.model_validate(state.current_environment)
+                    if state.current_environment
+                    else None
+                ),
+                "assigned": StackRef.model_validate(state.assigned_stack) if state.assigned_stack else None,
+            }
+        self._write(
+            events.HostDone(
+                **self._common(host.name),
+                status=status,
+                why=why,
+                changes=about.changes,
+                seconds=round(time.time() - about.started_s, 3),
+                **extra,
+            )
+        )
+
+    def _verdict(
+        self, host: Host, about: _Told, *, state_known: bool, has_acted: bool
+    ) -> tuple[HostStatus, str | None]:
+        refusals = [finding for finding in about.findings if finding.is_refusal]
+        if about.failed_op is not None and about.is_slow:
+            return "slow", refusals[0].cause if refusals else None
+        if about.failed_op is not None and refusals:
+            return "refused", refusals[0].cause
+        if about.failed_op is not None:
+            return "failed", self._said(host, about.failed_op)
+        if about.problem:
+            return "failed", about.problem
+        if not state_known:
+            return "unknown", facts.why_unknown(host) if host in self.state.activated_hosts else (
+                "cannot connect over ssh" + (f": {self._errors[host.name]}" if host.name in self._errors else "")
+            )
+        with bound(ctx_host, host):
+            state = facts.observed(host)
+        if state is None:
+            return "unknown", facts.why_unknown(host)
+        stack = facts.wanted(host)
+        if about.is_slow:
+            return "slow", refusals[0].cause if refusals else None
+        if self.shard.command in ("plan", "apply") and refusals and not has_acted:
+            return "refused", refusals[0].cause
+        if unknown := drift.unknowns(stack, state):
+            return "unknown", unknown[0]
+        if drift.diff(stack, state) and self.shard.command != "rollback":
+            return "drift", None
+        return "ok", None
+
+    def _said(self, host: Host, op_hash: str) -> str:
+        meta = self.state.ops[host][op_hash].operation_meta
+        name = ", ".join(self.state.get_op_meta(op_hash).names)
+        lines = [line for line in (*meta.stdout_lines, *meta.stderr_lines) if line.strip()]
+        return f"{name}: {' / '.join(lines[-3:]) if lines else 'the connection was lost or it said nothing'}"
+
+
+class _Callbacks(BaseStateCallback):
+    """Follow pyinfra's run; an exception in here would abort it, so only the worker's bookkeeping happens."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def operation_host_start(self, state: State, host: Host, op_hash: str) -> None:
+        del state
+        self.worker.step_begins(host, op_hash)
+
+    def host_connect_error(self, state: State, host: Host, error: Exception) -> None:
+        del state
+        self.worker._errors[host.name] = str(error)
+
+
+def step_of(state: State, op_hash: str) -> str:
+    """Return the step that an operation belongs to: the name of its deploy, in lower case."""
+    name = next(iter(state.get_op_meta(op_hash).names), "")
+    return name.split(" | ")[0].lower() if " | " in name else "other"
+
+
+def entry_file(command: Command) -> Path:
+    """Return the file that pyinfra runs for a command."""
+    if command != "rollback":
+        return paths.deploy_file()
+    spec = importlib.util.find_spec("tasks.rollback")
+    if spec is None or spec.origin is None:
+        raise InputError("the package tasks is not installed", hint="install bringup again")
+    return Path(spec.origin)
+
+
+def choose(inventory: Inventory, limit: tuple[str, ...], exclude: tuple[str, ...]) -> list[Host]:
+    """Return the hosts that ``limit`` names and ``exclude`` does not, in the inventory's order.
+
+    Both take names, groups and glob patterns. Raises InputError for one that matches no host, and when no host
+    is left.
+    """
+    hosts = list(inventory)
+
+    def named(pattern: str) -> set[str]:
+        found = {host.name for host in hosts if fnmatchcase(host.name, pattern) or pattern in host.groups}
+        if not found:
+            raise InputError(
+                f"{pattern!r} matches no host of the inventory",
+                hint=f"its hosts are {', '.join(host.name for host in hosts[:20])}",
+            )
+        return found
+
+    kept = set().union(*(named(pattern) for pattern in limit)) if limit else {host.name for host in hosts}
+    kept -= set().union(*(named(pattern) for pattern in exclude))
+    chosen = [host for host in hosts if host.name in kept]
+    if not chosen:
+        raise InputError("no host is left to work on", hint="look at the inventory, --limit and --exclude")
+    return chosen
+
+
+def open_inventory(name: str, overrides: Mapping[str, Any]) -> Inventory:
+    """Return an inventory with safe defaults for what it leaves open: strict host keys, no delays on the wire.
+
+    Raises InputError when there is no such inventory, or when its code fails.
+    """
+    if not Path(name).is_file():
+        raise InputError(f"there is no inventory {name}", hint="name a file such as inventory/lab.py")
+    try:
+        inventory = make_inventory(name, override_data=dict(overrides), cwd=None)
+    except Exception as error:  # an inventory is a person's Python: anything can come out of it
+        raise InputError(f"{name}: cannot be used", why=f"{type(error).__name__}: {error}") from error
+    from bringup.ssh import defaults
+
+    for host in inventory:
+        for key, value in defaults().items():
+            if host.data.get(key) is None:
+                host.host_data[key] = value
+    return inventory
+
+
+@contextmanager
+def bound(manager: Any, value: Any) -> Iterator[None]:
+    """Bind a pyinfra context for a block; pyinfra's own ``use`` leaks it when the block raises."""
+    old = manager.get() if manager.isset() else None
+    manager.set(value)
+    try:
+        yield
+    finally:
+        manager.set(old)
+
+
+def close(hosts: list[Host]) -> None:
+    """Close the connections; pyinfra's ``disconnect`` leaves them open."""
+    for host in hosts:
+        client = getattr(host.connector, "client", None)
+        if client is not None:
+            client.close()
+
+
+def main(stdin: IO[str] = sys.stdin, stdout: IO[str] = sys.stdout) -> int:
+    """Read a shard, run it, and return 0, or 2 when it could not be begun."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what a Ctrl-C means
+    shard = Shard.model_validate(json.load(stdin))
+    level = {0: logging.CRITICAL, 1: logging.INFO}.get(shard.verbosity, logging.DEBUG)
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s")
+
+    def say(line: str) -> None:
+        stdout.write(line + "\n")
+        stdout.flush()
+
+    try:
+        Worker(shard, say).run()
+    except BringupError as error:
+        print(str(error), file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    # Threads of closed connections may still be winding down; nothing is left to wait for.
+    os._exit(status)
