@@ -70,6 +70,7 @@ class Settings(BaseModel):
     lock_wait_s: float = 0.0
     work_wait_s: float = 1800.0
     who: str = ""
+    profile: Literal["quick", "full"] | None = None
     rollback_to: str | None = None
     rollback_reason: str = ""
     unpin: bool = False

@@ -17,14 +17,14 @@ from fnmatch import fnmatchcase
 from functools import cache, wraps
 from typing import Any
 
-from bringup.drift import Difference
-from bringup.host_state import HostState
 from pyinfra.api import FunctionCommand, Host, QuoteString, StringCommand, operation
 from pyinfra.context import ctx_host, ctx_state
 
 from bringup import drift, facts, paths
+from bringup.drift import Difference
 from bringup.errors import BringupError
 from bringup.finding import Finding
+from bringup.host_state import HostState
 from bringup.stack import Stack
 
 Command = StringCommand | FunctionCommand
