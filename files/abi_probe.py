@@ -198,9 +198,7 @@ def _read(source) -> Elf:
         undefined=undefined,
         version_definitions=versions.definitions,
         version_needs=versions.needs,
-        is_bind_now=bool(
-            flags & _DF_BIND_NOW or flags_1 & _DF_1_NOW or dynamic.first(_DT_BIND_NOW) is not None
-        ),
+        is_bind_now=bool(flags & _DF_BIND_NOW or flags_1 & _DF_1_NOW or dynamic.first(_DT_BIND_NOW) is not None),
         has_static_tls=bool(flags & _DF_STATIC_TLS),
         ignores_default_paths=bool(flags_1 & _DF_1_NODEFLIB),
         has_executable_stack=_executable_stack(segments),
@@ -214,9 +212,7 @@ def _headers(source, size_bytes: int) -> Tuple[str, List[_Segment]]:
         raise NotShared("empty file")
     if size_bytes < 64:
         head = source.read(0, min(4, size_bytes))
-        raise (
-            ElfError("truncated: shorter than a file header") if head == b"\x7fELF" else NotShared("not ELF")
-        )
+        raise (ElfError("truncated: shorter than a file header") if head == b"\x7fELF" else NotShared("not ELF"))
     head = source.read(0, 64)
     if head[:4] != b"\x7fELF":
         raise NotShared("not ELF")
@@ -515,6 +511,7 @@ def _version(names: Dict[int, Tuple[str, Optional[str]]], index: int) -> Tuple[s
 # The front of a file: enough of a wheel's deflate stream to know names, without the hundreds of megabytes
 # of GPU code behind them.
 
+_AUDITWHEEL_TAG = re.compile(r"[.-][0-9a-f]{8}\Z")
 _SONAME_LIKE = re.compile(r"[^/\s$:]+\.so(\.[0-9A-Za-z_]+)*\Z")
 
 
@@ -549,8 +546,7 @@ def read_prefix(data: bytes, size_bytes: int, name: str) -> Elf:
     start = max([headers_end, *(end for end in note_ends if end < 8192)])
     front.limit = first.file_bytes
     tables = _front_tables(front, start)
-    strings = data[tables.strings_at : tables.strings_end]
-    versions, indexes = _front_versions(front, tables, strings)
+    strings, indexes, versions = _front_versions(front, tables)
     exports, undefined = _symbols(data[tables.symbols_at : tables.strings_at], strings, indexes, versions)
     needed, soname, paths = _front_dynamic_strings(data, tables, strings, versions, name)
     return Elf(
@@ -589,7 +585,7 @@ class _Front:
 class _Tables(NamedTuple):
     symbols_at: int
     strings_at: int
-    strings_end: int
+    last_name_at: int
     count: int
 
 
@@ -667,32 +663,16 @@ def _front_symbols(front: _Front, chains: Tuple[int, int], first_hashed: int) ->
     last_name = strings_at + max(offsets)
     if data[strings_at] != 0 or last_name >= front.limit:
         return None
-    end = _front_strings_end(front, last_name)
+    if b"\0" not in data[last_name : last_name + MAX_NAME_BYTES]:
+        front.require(min(last_name + MAX_NAME_BYTES, front.limit))
+        return None
     hashes = _unsigned("I", data[chains_at : chains_at + 4 * (count - first_hashed)])
     for index, wanted in enumerate(hashes, first_hashed):
         offset = offsets[index]
         name = data[strings_at + offset : data.index(b"\0", strings_at + offset)]
         if (_gnu_hash(name) ^ wanted) >> 1:
             return None
-    return _Tables(symbols_at, strings_at, end, count)
-
-
-def _front_strings_end(front: _Front, position: int) -> int:
-    """Return the end of the string table whose last known string begins at ``position``.
-
-    Behind the last string comes the first version index, which is 0, so the table ends at an empty string.
-    """
-    data = front.data
-    while True:
-        end = data.find(b"\0", position, position + MAX_NAME_BYTES + 1)
-        if end < 0:
-            if len(data) < front.limit and len(data) - position <= MAX_NAME_BYTES:
-                raise PrefixTooShort(min(len(data) + 4096, front.limit))
-            raise PrefixUnreadable("a name without end")
-        if end == position:
-            return end
-        position = end + 1
-        front.require(position + 1)
+    return _Tables(symbols_at, strings_at, last_name, count)
 
 
 def _gnu_hash(name: bytes) -> int:
@@ -711,25 +691,55 @@ def _sysv_hash(name: bytes) -> int:
     return value
 
 
-def _front_versions(front: _Front, tables: _Tables, strings: bytes) -> Tuple[_Versions, array]:
-    """Read the version tables behind the strings, accepting them only if their hashes fit their names."""
-    indexes_at = (tables.strings_end + 1) & ~1
-    indexes_end = indexes_at + 2 * tables.count
-    front.require(indexes_end)
-    indexes = _unsigned("H", front.data[indexes_at:indexes_end])
+def _front_versions(front: _Front, tables: _Tables) -> Tuple[bytes, array, _Versions]:
+    """Return (strings, version indexes, versions), found behind the last name that a symbol refers to.
+
+    Nothing gives the length of the string table, and an RPATH that was blanked out leaves empty strings in
+    it. So every empty string is tried as its end, and believed when the version indexes that would begin
+    there suit every symbol and the hashes in the version tables behind them suit their names.
+    """
+    data = front.data
+    # A local symbol has index 0 and every other one has not, but for weak undefined ones, where linkers differ.
+    must_be_zero, must_not_be_zero = [], []
+    for number, entry in enumerate(_SYMBOL.iter_unpack(data[tables.symbols_at : tables.strings_at])):
+        if entry[1] >> 4 == 0:
+            must_be_zero.append(number)
+        elif entry[3] or entry[1] >> 4 != 2:
+            must_not_be_zero.append(number)
+    position, end_of_search = tables.last_name_at, tables.last_name_at + (1 << 20)
+    while position < end_of_search:
+        front.require(position + 1)
+        if data[position]:
+            end = data.find(b"\0", position, position + MAX_NAME_BYTES + 1)
+            if end < 0:
+                front.require(min(position + MAX_NAME_BYTES + 1, front.limit))
+                break
+            position = end + 1
+            continue
+        indexes_at = (position + 1) & ~1
+        indexes_end = indexes_at + 2 * tables.count
+        front.require(indexes_end)
+        indexes = _unsigned("H", data[indexes_at:indexes_end])
+        if all(indexes[n] for n in must_not_be_zero) and not any(indexes[n] for n in must_be_zero):
+            strings = data[tables.strings_at : position]
+            versions = _front_version_tables(front, strings, indexes_end)
+            if versions is not None:
+                return strings, indexes, versions
+        position += 1
+    raise PrefixUnreadable("no symbol versions behind the strings")
+
+
+def _front_version_tables(front: _Front, strings: bytes, indexes_end: int) -> Optional[_Versions]:
     position = (indexes_end + 7) & ~7
+    front.require(position)
+    if any(front.data[indexes_end:position]):
+        return None
     definitions_at, definition_count, position = _front_version_table(front, strings, position, "<HHHHIII")
     needs_at, need_count, position = _front_version_table(front, strings, position, "<HHIII")
     if not definition_count and not need_count:
-        raise PrefixUnreadable("no symbol versions behind the strings")
-    versions = _Versions(
-        strings,
-        front.data[definitions_at:],
-        definition_count,
-        front.data[needs_at:],
-        need_count,
-    )
-    return versions, indexes
+        return None
+    data = front.data
+    return _Versions(strings, data[definitions_at:], definition_count, data[needs_at:], need_count)
 
 
 def _front_version_table(front: _Front, strings: bytes, start: int, layout: str) -> Tuple[int, int, int]:
@@ -793,7 +803,7 @@ def _front_dynamic_strings(
     version_texts = set(versions.definitions) | {text for text, _ in versions.names.values()}
     needed = list(versions.needs)
     paths: List[str] = []
-    own = versions.base
+    own, stem = versions.base, _AUDITWHEEL_TAG.sub("", name.split(".so")[0])
     position = 1
     while position < len(strings):
         end = strings.find(b"\0", position)
@@ -803,7 +813,7 @@ def _front_dynamic_strings(
             if text.startswith("$") or "/" in text:
                 paths.extend(part for part in text.split(":") if part)
             elif _SONAME_LIKE.match(text) and text not in version_texts:
-                if own is None and text.split(".so")[0] == name.split(".so")[0]:
+                if own is None and text.split(".so")[0] in (stem, name.split(".so")[0]):
                     own = text
                 elif text not in needed:
                     needed.append(text)
