@@ -699,12 +699,12 @@ def _front_versions(front: _Front, tables: _Tables) -> Tuple[bytes, array, _Vers
     there suit every symbol and the hashes in the version tables behind them suit their names.
     """
     data = front.data
-    # A local symbol has index 0 and every other one has not, but for weak undefined ones, where linkers differ.
+    # Index 0 is a local symbol's, never an exported one's; an unversioned undefined name has 0 or 1.
     must_be_zero, must_not_be_zero = [], []
     for number, entry in enumerate(_SYMBOL.iter_unpack(data[tables.symbols_at : tables.strings_at])):
         if entry[1] >> 4 == 0:
             must_be_zero.append(number)
-        elif entry[3] or entry[1] >> 4 != 2:
+        elif entry[3]:
             must_not_be_zero.append(number)
     position, end_of_search = tables.last_name_at, tables.last_name_at + (1 << 20)
     while position < end_of_search:
@@ -723,7 +723,7 @@ def _front_versions(front: _Front, tables: _Tables) -> Tuple[bytes, array, _Vers
         if all(indexes[n] for n in must_not_be_zero) and not any(indexes[n] for n in must_be_zero):
             strings = data[tables.strings_at : position]
             versions = _front_version_tables(front, strings, indexes_end)
-            if versions is not None:
+            if versions is not None and all(index & 0x7FFF in versions.names for index in set(indexes) - {0, 1}):
                 return strings, indexes, versions
         position += 1
     raise PrefixUnreadable("no symbol versions behind the strings")
