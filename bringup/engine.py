@@ -222,6 +222,28 @@ def run(
     return results
 
 
+def describe(
+    inventory: str, *, limit: tuple[str, ...] = (), exclude: tuple[str, ...] = (), overrides: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the hosts of an inventory with their groups, stack and ssh address, connecting to none.
+
+    Raises InputError when the inventory or a stack cannot be used.
+    """
+    job = Job(command="describe", inventory=inventory, limit=limit, exclude=exclude, overrides=overrides)
+    executor = LocalExecutor()
+    executor.start(0, job.shard(0, 1), {"BRINGUP_RUN_ID": job.run})
+    found: list[dict[str, Any]] | None = None
+    said = ""
+    for line in executor.lines():
+        if line.text is None:
+            said = line.said
+        elif line.text.startswith('{"inventory"'):
+            found = json.loads(line.text)["inventory"]
+    if found is None:
+        raise InputError(said or f"{inventory}: cannot be read")
+    return found
+
+
 def _started(job: Job, hosts: tuple[str, ...], time_s: float, stack: StackRef | None) -> events.RunStarted:
     return events.RunStarted(
         time_s=round(time_s, 3),

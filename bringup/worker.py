@@ -51,7 +51,7 @@ from bringup.report.results import (
     VerificationResult,
 )
 
-Command = Literal["plan", "apply", "verify", "drift", "rollback"]
+Command = Literal["plan", "apply", "verify", "drift", "rollback", "describe"]
 
 HOSTS_PER_WORKER = 50
 """One process's controller CPU is single-threaded; 50 hosts keep it busy without starving it."""
@@ -182,6 +182,8 @@ class Worker:
         hosts = [host for host in inventory if self.state.is_host_in_limit(host)]
         for host in hosts:
             self._told[host.name] = _Told(time.time())
+        if not hosts:
+            return
         try:
             self._connect(hosts)
             alive = [host for host in hosts if host in self.state.active_hosts]
@@ -211,7 +213,11 @@ class Worker:
         chosen = choose(inventory, self.shard.limit, self.shard.exclude)
         parts = self.shard.parts or max(1, min(os.cpu_count() or 1, -(-len(chosen) // HOSTS_PER_WORKER)))
         limit = chosen[self.shard.part :: parts]
-        self._announce(chosen, limit, parts)
+        if self.shard.command == "describe":
+            self._say(json.dumps({"inventory": [described(host) for host in chosen]}))
+            limit = []
+        else:
+            self._announce(chosen, limit, parts)
         self.state.init(inventory, config, initial_limit=limit)
         self.state.add_callback_handler(_Callbacks(self))
         return inventory
@@ -400,6 +406,25 @@ def entry_file(command: Command) -> Path:
     if spec is None or spec.origin is None:
         raise InputError("the package tasks is not installed", hint="install bringup again")
     return Path(spec.origin)
+
+
+def described(host: Host) -> dict[str, Any]:
+    """Return what other parts of bringup need to know of a host without connecting to it."""
+    stack = facts.wanted(host)
+    return {
+        "name": host.name,
+        "groups": list(dict.fromkeys(host.groups)),
+        "stack": {"name": stack.name, "digest": stack.digest},
+        "ssh": {
+            "hostname": host.data.get("ssh_hostname") or host.name,
+            "port": int(host.data.get("ssh_port") or 22),
+            "known_hosts": str(host.data.get("ssh_known_hosts_file") or Path("~/.ssh/known_hosts").expanduser()),
+            "is_local": host.name.startswith("@"),
+        },
+        "rack": host.data.get("rack"),
+        "drain": host.data.get("bringup_drain"),
+        "undrain": host.data.get("bringup_undrain"),
+    }
 
 
 def choose(inventory: Inventory, limit: tuple[str, ...], exclude: tuple[str, ...]) -> list[Host]:

@@ -62,7 +62,7 @@ def main(argv):
 
 def update(wait):
     """Refresh apt's lists; any source that fails is an error, not a warning."""
-    command = ["apt-get", "-q", "-o", "APT::Update::Error-Mode=any"] + wait + ["update"]
+    command = ["apt-get", "-q", "-o", "APT::Update::Error-Mode=any", *wait, "update"]
     return subprocess.run(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, check=False).returncode
 
 
@@ -71,7 +71,7 @@ def not_offered(packages):
     offered = {}
     names = sorted({"{}={}".format(package["name"], package["version"]) for package in packages})
     shown = subprocess.run(
-        ["apt-cache", "show", "--no-all-versions"] + names,
+        ["apt-cache", "show", "--no-all-versions", *names],
         env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         universal_newlines=True, check=False,
     ).stdout  # fmt: skip
@@ -95,9 +95,9 @@ def not_offered(packages):
 def install(batch, whole, options, protect):
     """Simulate, compare with the set, then install one batch."""
     names = ["{}={}".format(package["name"], package["version"]) for package in batch]
-    command = ["apt-get"] + options + ["install"] + names
+    command = ["apt-get", *options, "install", *names]
     tried = subprocess.run(
-        command + ["--simulate"], env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        [*command, "--simulate"], env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, universal_newlines=True, check=False,
     )  # fmt: skip
     if tried.returncode != 0:

@@ -11,7 +11,7 @@ from pathlib import Path
 from bringup import paths
 from bringup.errors import InputError
 from bringup.stack import LockedPackage
-from tasks.run import Command, Context, do, quoted, shell, write
+from tasks.run import Command, do, quoted, shell, write
 
 SOURCE = "/etc/apt/sources.list.d/bringup-nvidia.sources"
 KEY = "/etc/apt/keyrings/bringup-nvidia.gpg"
@@ -39,7 +39,7 @@ def source_text(url: str) -> str:
     return f"Types: deb\nURIs: {url.rstrip('/')}/\nSuites: /\nSigned-By: {KEY}\n"
 
 
-def write_source(context: Context, *, url: str, key: bytes) -> Iterator[Command]:
+def write_source(*, url: str, key: bytes) -> Iterator[Command]:
     """Yield the commands that put our source and key in place and refresh apt's lists."""
     yield write(KEY, key)
     yield write(SOURCE, source_text(url))
