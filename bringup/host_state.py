@@ -374,6 +374,11 @@ class EnvironmentEntry(_Model):
     python: str | None
     is_tainted: bool
 
+    @property
+    def tainted(self) -> bool:
+        """Return ``is_tainted`` by the name that the results document gives it."""
+        return self.is_tainted
+
 
 class InspectedEnvironment(_Model):
     """What an environment holds. ``changed``: same version as the marker says, other files.
@@ -467,14 +472,45 @@ class Time(_Model):
     keeper: str | None
 
 
-class Verification(BaseModel):
-    """The record of the last verify, and what it holds for. Fields a newer bringup wrote are left aside.
-
-    ``gpu_uuids`` and ``mig_modes`` stand in the order of the driver's index. ``simulated`` names what was
-    not real. ``results`` is the verify's own document, shown and never judged here.
-    """
+class _Record(BaseModel):
+    """A file bringup itself left on the host. Fields that a newer bringup wrote are left aside."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class MeasurementKey(_Record):
+    """What must be equal before two bandwidths may be compared. None: it could not be read."""
+
+    gpu_model: str
+    gpus: int = Field(ge=0)
+    topology: str | None = None
+    nccl_version: str | None = None
+    algorithm: str | None = None
+
+
+class BackendRecord(_Record):
+    """What one all-reduce backend gave at one payload, or why it gave nothing; bandwidths in 10**9 bytes/s."""
+
+    backend: str
+    state: Literal["measured", "missing", "not_run"]
+    payload_bytes: int | None = Field(default=None, ge=0)
+    ranks: int | None = Field(default=None, ge=1)
+    busbw_gb_per_s: float | None = None
+    algbw_gb_per_s: float | None = None
+    latency_us: float | None = None
+    verdict: Literal["pass", "warn", "fail"] | None = None
+    required: bool = False
+    reason: str | None = None
+    key: MeasurementKey | None = None
+
+
+class Verification(_Record):
+    """The record of the last verify that passed, and what it holds for.
+
+    ``environment`` is the name of a built environment (digest-generation) or the path of an existing one.
+    ``gpu_uuids`` and ``mig_modes`` stand in the order of the driver's index. ``measured_at_s`` is seconds
+    since the Unix epoch.
+    """
 
     schema_: Literal[1] = Field(alias="schema")
     environment: str
@@ -483,27 +519,23 @@ class Verification(BaseModel):
     gpu_uuids: tuple[str, ...]
     mig_modes: tuple[str | None, ...] = ()
     boot_id: str | None
-    verified_at_s: float
+    measured_at_s: float
     simulated: tuple[str, ...] = ()
-    results: Mapping[str, Any] = Field(default_factory=dict)
+    backends: tuple[BackendRecord, ...] = ()
 
 
-class Pin(BaseModel):
-    """What a rollback left: the stack digest that must not be applied again, why, and since when."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
+class Pin(_Record):
+    """What a rollback left: the stack digest that must not return by itself, why, and since when (RFC 3339)."""
 
     digest: str
     reason: str
     since: str
 
 
-class Assigned(BaseModel):
+class Assigned(_Record):
     """The stack that a rollout assigned to this host."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    stack: str
+    name: str
     digest: str
 
 
@@ -592,8 +624,23 @@ class HostState(_Model):
     env_files: tuple[Variable, ...] | Unknown
     files: Mapping[str, HostFile | None] | Unknown
     cloud_init: CloudInit | Unknown
-    simulated: tuple[str, ...] | Unknown
+    simulated: tuple[str, ...]
     seconds: Mapping[str, float] = Field(default_factory=dict)
+
+    @property
+    def current_environment(self) -> EnvironmentEntry | None:
+        """Return the complete environment that serves; None when none does or nobody could look."""
+        return None if isinstance(self.environment, Unknown) else self.environment.serving
+
+    @property
+    def pin_found(self) -> Pin | None:
+        """Return the pin on the host; None when there is none or it could not be read."""
+        return None if isinstance(self.pin, Unknown) else self.pin
+
+    @property
+    def assigned_stack(self) -> Assigned | None:
+        """Return the stack a rollout assigned; None when none did or the record could not be read."""
+        return None if isinstance(self.assigned, Unknown) else self.assigned
 
     def unknown_sections(self) -> Mapping[str, str]:
         """Return the sections that could not be looked at, with the reason."""
@@ -602,8 +649,10 @@ class HostState(_Model):
 
 
 def _without_unknown(annotation: Any) -> TypeAdapter[Any]:
-    members = (member for member in get_args(annotation) if member is not Unknown)
-    return TypeAdapter(functools.reduce(operator.or_, members))
+    members = get_args(annotation)
+    if Unknown not in members:
+        return TypeAdapter(annotation)
+    return TypeAdapter(functools.reduce(operator.or_, (member for member in members if member is not Unknown)))
 
 
 SECTIONS: Mapping[str, TypeAdapter[Any]] = {
@@ -614,12 +663,36 @@ SECTIONS: Mapping[str, TypeAdapter[Any]] = {
 """The sections by name, each with the type its value must have when it is known."""
 
 _RECORDS = frozenset({"verification", "pin", "assigned"})
+_MUST_BE_KNOWN = frozenset({"simulated"})
+
+
+def probe_parameters(stack: Any, *, deep: bool = False) -> dict[str, Any]:
+    """Return what the probe must be asked so that a ``Stack`` can be compared: names, never a wanted version.
+
+    The type is left open because the wanted and the found side do not import each other.
+    """
+    existing = stack.python.existing
+    locked = stack.lock.packages.values() if stack.lock else ()
+    packages = {
+        package.name
+        for release in locked
+        for group in (release.driver, *release.fabric.values(), *release.toolkits.values())
+        for package in group
+    }
+    return {
+        "sonames": sorted(stack.linker),
+        "packages": sorted(packages),
+        "units": sorted(stack.service.restart),
+        "environments": [existing] if existing else [],
+        "deep": deep,
+    }
 
 
 def parse(answer: str | bytes, *, host: str | None = None) -> HostState:
     """Return what a probe's standard output says; its last line that is not empty holds the document.
 
     A record that bringup left on the host and that somebody spoiled is Unknown: it is no fault of the probe.
+    What is simulated must be known: on it hangs whether a look-alike may be called one.
     Raises HostError when there is no document, when it is larger than SIZE_LIMIT_BYTES, or when a value has
     the wrong shape; the error names the key path.
     """
@@ -683,10 +756,10 @@ def _cleaned(value: Any) -> Any:
 
 
 def _section(name: str, document: Mapping[str, Any], host: str | None) -> Any:
-    if name not in document:
+    if name not in document and name not in _MUST_BE_KNOWN:
         return Unknown(error=f"the probe's answer has no section {name}")
-    value = document[name]
-    if isinstance(value, dict) and set(value) == {"error"}:
+    value = document.get(name)
+    if isinstance(value, dict) and set(value) == {"error"} and name not in _MUST_BE_KNOWN:
         return _validated(TypeAdapter(Unknown), name, value, host)
     try:
         return _validated(SECTIONS[name], name, value, host)
