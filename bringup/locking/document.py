@@ -93,9 +93,10 @@ def _packages(packages: LockedPackages) -> Table:
     table = tomlkit.table()
     table.add("resolved_against", packages.resolved_against)
     table.add("driver", _debs(packages.driver))
-    for key, sets in (("fabric", packages.fabric), ("toolkit", packages.toolkits)):
-        if sets:
-            table.add(key, _sets(sets))
+    if packages.fabric:
+        table.add("fabric", _sets({str(kind): debs for kind, debs in packages.fabric.items()}))
+    if packages.toolkits:
+        table.add("toolkit", _sets(packages.toolkits))
     return table
 
 

@@ -12,12 +12,13 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from bringup.errors import InputError
+from bringup.stack import Index
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,46 @@ def credentials(reference: str | None, environ: Mapping[str, str] | None = None)
         )
     user, colon, password = value.partition(":")
     return (user, password) if colon else ("__token__", user)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the indexes of a stack are: by name, and the controller's own default one.
+
+    ``named`` maps an index name to its address. ``before_default`` are searched before the default index
+    (a lab mirror's own "default", for instance) and count as it.
+    """
+
+    named: Mapping[str, Source]
+    default: DefaultIndex = field(default_factory=DefaultIndex)
+    before_default: tuple[Source, ...] = ()
+
+    @classmethod
+    def of(cls, indexes: Iterable[Index], default: DefaultIndex | None = None) -> Sources:
+        """Return the sources a stack names by URL, beside the controller's own default index."""
+        named = {}
+        for index in indexes:
+            login = credentials(index.credentials)
+            named[index.name] = Source(index.url, *(login or (None, None)))
+        return cls(named, default_index() if default is None else default)
+
+    @classmethod
+    def of_mirror(cls, indexes: Iterable[Index], mirror_url: str, default: DefaultIndex | None = None) -> Sources:
+        """Return the same names on a mirror, whose own "default" comes before the controller's."""
+        base = mirror_url.rstrip("/")
+        return cls(
+            {index.name: Source(f"{base}/wheels/{index.name}/simple") for index in indexes},
+            default_index() if default is None else default,
+            (Source(f"{base}/wheels/default/simple"),),
+        )
+
+    def login(self, url: str) -> tuple[str, str] | None:
+        """Return (user, password) for an address on the same server as one of the indexes; None without any."""
+        known = (*self.named.values(), *self.before_default, *self.default.extra)
+        for source in (*known, *([self.default.url] if self.default.url else [])):
+            if source.user is not None and urlsplit(source.url)[:2] == urlsplit(url)[:2]:
+                return source.user, source.password or ""
+        return None
 
 
 def _sources(urls: Iterable[str]) -> tuple[Source, ...]:
