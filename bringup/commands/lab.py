@@ -1,0 +1,189 @@
+"""Rehearsal hosts: bring them up, look at them, log in, reset one, take all down."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bringup.errors import InputError
+from bringup.lab.lab import DEFAULT_GPUS, DEFAULT_HOSTS, Lab
+from bringup.lab.layout import DEFAULT_STATE_DIR
+from bringup.lab.network import DEFAULT_RANGE
+from bringup.lab.shape import Trait
+
+app = typer.Typer(
+    help="Rehearsal hosts on this machine: real systemd, sshd and apt; only the silicon is simulated."
+)
+
+StateDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--state-dir",
+        envvar="BRINGUP_LAB_STATE",
+        help=f"Directory that holds everything of this lab.  [default: {DEFAULT_STATE_DIR}]",
+    ),
+]
+AddressRange = Annotated[
+    str | None,
+    typer.Option(
+        "--range", help=f"Private IPv4 range of the lab ($BRINGUP_LAB_RANGE).  [default: {DEFAULT_RANGE}]"
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+HostName = Annotated[str, typer.Argument(help="Name of a lab host, such as gpu-01.")]
+
+
+@app.command()
+def up(
+    hosts: Annotated[
+        int, typer.Option(help="Hosts that shall run; more that run already stay.", min=1)
+    ] = DEFAULT_HOSTS,
+    gpus: Annotated[
+        str | None, typer.Option(help=f"GPUs of each new host.  [default: {DEFAULT_GPUS}]", show_default=False)
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Shape of one new host, HOST=TRAIT[,TRAIT]; traits: " + ", ".join(Trait), metavar="HOST=TRAIT"
+        ),
+    ] = None,
+    state_dir: StateDir = None,
+    addresses: AddressRange = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring the lab up: base image, package mirror, network, hosts. What runs already is left alone."""
+    lab = Lab.open(state_dir, addresses, tell=_tell)
+    came = lab.up(hosts, gpus, dict(_parse_variant(text) for text in variant or []))
+    record = lab.record()
+    if as_json:
+        _print_json(
+            "lab up",
+            lab,
+            made=came.made,
+            started=came.started,
+            seconds=round(came.seconds, 2),
+            mirror_url=record.mirror_url,
+            hosts=_hosts(lab),
+        )
+        return
+    changed = [f"made {', '.join(came.made)}"] if came.made else []
+    changed += [f"started {', '.join(came.started)}"] if came.started else []
+    print(f"lab is up in {came.seconds:.1f} s: {'; '.join(changed) or 'nothing to do'}")
+    _print_table(lab)
+
+
+@app.command()
+def status(state_dir: StateDir = None, addresses: AddressRange = None, as_json: AsJson = False) -> None:
+    """Show what runs. Exit 0 when the lab is up and every host runs, 1 when not. No host is asked anything."""
+    lab = Lab.open(state_dir, addresses)
+    states = lab.states()
+    is_up = lab.is_up()
+    if as_json:
+        _print_json("lab status", lab, up=is_up, hosts=_hosts(lab))
+    elif states:
+        _print_table(lab)
+        if not is_up:
+            print("the package mirror does not run; `bringup lab up` starts it")
+    else:
+        print(f"no lab is up in {lab.layout.state_dir}")
+    if not is_up or any(state != "running" for state in states.values()):
+        raise typer.Exit(1)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def ssh(
+    host: HostName,
+    command: Annotated[list[str] | None, typer.Argument(help="What to run there; without it, a shell.")] = None,
+    user: Annotated[
+        str, typer.Option(help="Who to be there: root, or operator (sudo without a password).")
+    ] = "root",
+    state_dir: StateDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Log in to a lab host, or run a command there and exit with its status (255: ssh itself failed)."""
+    lab = Lab.open(state_dir)
+    if as_json:
+        if not command:
+            raise InputError("--json needs a command", hint="bringup lab ssh HOST --json -- COMMAND")
+        done = lab.run(host, command, user=user, timeout_s=None)
+        _print_json("lab ssh", lab, host=host, exit_status=done.returncode, stdout=done.stdout, stderr=done.stderr)
+        raise typer.Exit(done.returncode)
+    words = ["--", shlex.join(command)] if command else []
+    raise typer.Exit(subprocess.run([*lab.ssh_argv(host, user=user), *words], check=False).returncode)
+
+
+@app.command()
+def reset(host: HostName, state_dir: StateDir = None, as_json: AsJson = False) -> None:
+    """Make a host bare again: everything it ever wrote is gone; name, address, keys and shape stay."""
+    lab = Lab.open(state_dir, tell=_tell)
+    lab.reset(host)
+    if as_json:
+        _print_json("lab reset", lab, hosts=_hosts(lab))
+    else:
+        print(f"{host} is bare again")
+
+
+@app.command()
+def down(
+    purge: Annotated[
+        bool, typer.Option(help="Remove the base image, the mirror's files and the keys too.")
+    ] = False,
+    state_dir: StateDir = None,
+    addresses: AddressRange = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take the lab down: no process, mount, namespace or bridge of it is left."""
+    lab = Lab.open(state_dir, addresses, tell=_tell)
+    removed = lab.down(purge=purge)
+    if as_json:
+        _print_json("lab down", lab, removed=removed)
+    else:
+        print(f"lab is down: {', '.join(removed) or 'there was no host'}")
+
+
+def _parse_variant(text: str) -> tuple[str, tuple[Trait, ...]]:
+    name, found, traits = text.partition("=")
+    try:
+        chosen = tuple(Trait(trait) for trait in traits.split(",") if trait)
+    except ValueError as error:
+        raise InputError(f"--variant {text}", why=str(error), hint=f"traits are {', '.join(Trait)}") from None
+    if not found or not name or not chosen:
+        raise InputError(f"--variant {text}", hint=f"wanted HOST=TRAIT[,TRAIT]; traits are {', '.join(Trait)}")
+    return name, chosen
+
+
+def _hosts(lab: Lab) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "address": str(host.plan.address),
+            "boots": host.boots(),
+            "gpus": host.plan.gpus,
+            "state": host.state(),
+            "traits": list(host.plan.traits),
+        }
+        for name, host in lab.hosts.items()
+    }
+
+
+def _print_json(command: str, lab: Lab, **fields: Any) -> None:
+    head = {"schema": 1, "command": command, "state_dir": str(lab.layout.state_dir), "range": str(lab.addresses)}
+    print(json.dumps(head | fields, indent=1))
+
+
+def _print_table(lab: Lab) -> None:
+    table = Table("host", "address", "state", "gpus", "shape", box=None, pad_edge=False)
+    for name, host in lab.hosts.items():
+        table.add_row(name, str(host.plan.address), host.state(), host.plan.gpus, ", ".join(host.plan.traits))
+    Console().print(table)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)

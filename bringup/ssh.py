@@ -1,0 +1,54 @@
+"""Say how bringup opens ssh connections; inventories import it, so that plain pyinfra opens them alike."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import paramiko
+
+from bringup import paths
+
+BANNER_TIMEOUT_S = 30
+"""A host that accepts and stays silent must not hold its worker for ever; paramiko has no limit of its own."""
+
+AUTH_TIMEOUT_S = 30
+KEEPALIVE_S = 15
+
+
+def nodelay_transport(sock: socket.socket | paramiko.Channel, **options: Any) -> paramiko.Transport:
+    """Return a transport over ``sock`` that sends small packets at once.
+
+    Paramiko leaves Nagle's algorithm on, which costs about 45 ms for every remote command. A jump host hands us
+    a channel, which has no such option.
+    """
+    if isinstance(sock, socket.socket):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    transport = paramiko.Transport(sock, **options)
+    # A host that waits for a slow sibling sends nothing for minutes; firewalls forget silent connections.
+    transport.set_keepalive(KEEPALIVE_S)
+    return transport
+
+
+def connect_options() -> dict[str, Any]:
+    """Return what goes to paramiko's ``connect`` (pyinfra's data key ``ssh_paramiko_connect_kwargs``)."""
+    return {
+        "auth_timeout": AUTH_TIMEOUT_S,
+        "banner_timeout": BANNER_TIMEOUT_S,
+        "transport_factory": nodelay_transport,
+    }
+
+
+def known_hosts_file() -> str:
+    """Return the file in which ``bringup trust`` records host keys; hosts that are not in it are refused."""
+    return str(paths.state_dir() / "known_hosts")
+
+
+def defaults() -> dict[str, Any]:
+    """Return the data keys that every host gets unless its inventory says otherwise."""
+    return {
+        "ssh_known_hosts_file": known_hosts_file(),
+        "ssh_paramiko_connect_kwargs": connect_options(),
+        "ssh_strict_host_key_checking": "yes",
+    }
