@@ -8,6 +8,7 @@ and nobody decides on an answer older than the last change.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import time
@@ -28,6 +29,7 @@ from bringup.errors import BringupError, HostError, InputError
 from bringup.finding import Finding
 from bringup.host_state import HostState
 from bringup.stack import Stack, load_stack
+from bringup.wanted import Site
 
 _CARRIER = (
     "import base64,sys,zlib;"
@@ -225,6 +227,17 @@ def wanted(host: Host) -> Stack:
     """Return the stack of a host: ``host.data.bringup_stack``, a name that bringup ships or a path."""
     chosen = settings(host)
     return stack_named(chosen.stack, chosen.lock)
+
+
+def site(host: Host) -> Site:
+    """Return what a host must match that no stack can know: its repository, and the launcher we ship."""
+    chosen = settings(host)
+    launcher = paths.files() / "run"
+    return Site(
+        repository_url=chosen.apt_url,
+        key_fingerprint=chosen.apt_key_fingerprint,
+        launcher_sha256=hashlib.sha256(launcher.read_bytes()).hexdigest() if launcher.is_file() else None,
+    )
 
 
 @cache

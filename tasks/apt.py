@@ -1,49 +1,88 @@
-"""The one way to apt: our source and key, the locked set and nothing else, holds, and repair by policy."""
+"""The one way to apt: our source and key, a locked set and nothing else, holds, and repair by policy."""
 
 from __future__ import annotations
 
 import base64
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bringup import paths
-from bringup.errors import InputError
-from bringup.stack import LockedPackage
-from tasks.run import Command, do, quoted, shell, write
+import httpx
 
-SOURCE = "/etc/apt/sources.list.d/bringup-nvidia.sources"
-KEY = "/etc/apt/keyrings/bringup-nvidia.gpg"
-DRIVER_FAMILY = (
-    "nvidia-*",
-    "libnvidia-*",
-    "libcuda1*",
-    "cuda-drivers*",
-    "xserver-xorg-video-nvidia*",
-    "libnvsdm*",
-)
-"""Package names that no other step may touch (patterns)."""
+from bringup import catalog, facts, paths, wanted
+from bringup.errors import HostError, InputError
+from bringup.stack import LockedPackage
+from tasks.run import Command, Context, converges, do, shell, write
 
 LOCK_WAIT_S = 600
 _INSTALL_LIMIT_S = 3600
-
+_NONINTERACTIVE = {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_MODE": "l"}
 _CARRIER = (
     "import base64,sys,zlib;"
     "exec(compile(zlib.decompress(base64.b64decode(sys.argv.pop(1))),'apt_set.py','exec'),{'__name__':'__main__'})"
 )
 
 
-def source_text(url: str) -> str:
-    """Return our deb822 source for a flat repository."""
-    return f"Types: deb\nURIs: {url.rstrip('/')}/\nSuites: /\nSigned-By: {KEY}\n"
-
-
-def write_source(*, url: str, key: bytes) -> Iterator[Command]:
-    """Yield the commands that put our source and key in place and refresh apt's lists."""
-    yield write(KEY, key)
-    yield write(SOURCE, source_text(url))
+@converges("apt.*")
+def source(context: Context) -> Iterator[Command]:
+    """Put our source, its key and the version pins in place, and refresh apt's lists."""
+    site = facts.site(context.host)
+    repository = wanted.repository(context.state, site)
+    locked = wanted.packages(context.stack, context.state)
+    if repository is None or locked is None:
+        raise HostError("no repository is known for this release", hint="see `bringup plan` for this host")
+    url, fingerprint = repository
+    if context.difference("apt.key") or context.difference("apt.source"):
+        yield write(wanted.KEY_FILE, key(context, url, fingerprint))
+        yield write(wanted.SOURCE_FILE, wanted.source_text(url))
+    if context.difference("apt.preferences"):
+        yield write(wanted.PREFERENCES_FILE, wanted.preferences_text(locked))
     yield update()
+
+
+def key(context: Context, url: str, fingerprint: str) -> bytes:
+    """Return the repository's key as a binary keyring, once its fingerprint is the wanted one.
+
+    It comes from the file the inventory names, else from the repository itself, fetched by the controller.
+    Raises HostError when it cannot be had or is another key.
+    """
+    data = _key_file(context, url)
+    if data.lstrip().startswith(b"-----BEGIN"):
+        data = dearmored(data)
+    found = paths.host_script("host_probe").fingerprints(data)
+    if fingerprint not in found:
+        raise HostError(
+            "the repository key is not the expected one",
+            why=f"wanted {fingerprint}, found {', '.join(found) or 'no key'}",
+            hint="compare with the vendor's published fingerprint before trusting another key",
+        )
+    return data
+
+
+def _key_file(context: Context, url: str) -> bytes:
+    if context.settings.apt_key is not None:
+        try:
+            return Path(context.settings.apt_key).read_bytes()
+        except OSError as error:
+            raise InputError(f"cannot read the key {context.settings.apt_key}", why=error.strerror) from None
+    row = catalog.repository(wanted.release(context.state) or "")
+    address = url + (row.key_file if row else "Release.key")
+    try:
+        return httpx.get(address, timeout=30, follow_redirects=True).raise_for_status().content
+    except httpx.HTTPError as error:
+        raise HostError(
+            f"cannot fetch the repository key {address}",
+            why=str(error),
+            hint="name a key file on the controller with bringup_apt_key in the inventory",
+        ) from None
+
+
+def dearmored(data: bytes) -> bytes:
+    """Return the binary form of an armoured OpenPGP block; its checksum line is left aside."""
+    body = re.search(rb"-----BEGIN [^\n]+-----\r?\n(?:[^\n]+: [^\n]*\r?\n)*\r?\n(.*?)\r?\n(?:=|-----END)", data, re.S)
+    return base64.b64decode(body[1]) if body else data
 
 
 def update() -> Command:
@@ -61,7 +100,7 @@ def update() -> Command:
         ],
         limit_s=900,
         detach=True,
-        environment={"DEBIAN_FRONTEND": "noninteractive"},
+        environment=_NONINTERACTIVE,
     )
 
 
@@ -75,9 +114,7 @@ def install(
 ) -> Command:
     """Return the command that installs exactly a locked set; see ``files/apt_set.py`` for what it refuses."""
     asked = {
-        "packages": [
-            package.model_dump(include={"name", "version", "architecture", "sha256"}) for package in packages
-        ],
+        "packages": [package.model_dump(include={"name", "version", "architecture", "sha256"}) for package in packages],
         "first": list(first),
         "protect": list(protect),
         "allow_downgrade": allow_downgrade,
@@ -99,23 +136,6 @@ def hold(names: Iterable[str]) -> Command:
 
 def repair() -> Command:
     """Return the command that lets dpkg finish what it left half-way, once."""
-    return shell(
-        "dpkg-configure",
-        "export DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l\n"
-        "dpkg --configure -a --force-confdef --force-confold\n",
-        limit_s=1800,
-        detach=True,
-    )
-
-
-def key_bytes(path: str) -> bytes:
-    """Return a key file of the controller. Raises InputError when it cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read the repository key {path}", why=error.strerror) from None
-
-
-def names_quoted(names: Iterable[str]) -> str:
-    """Return package names for a shell script."""
-    return quoted(*names)
+    script = "dpkg --configure -a --force-confdef --force-confold </dev/null"
+    exports = " ".join(f"{key}={value}" for key, value in _NONINTERACTIVE.items())
+    return shell("dpkg-configure", f"export {exports}\n{script}\n", limit_s=1800, detach=True)

@@ -104,7 +104,7 @@ def look(host: Host, patterns: Iterable[str]) -> Context | None:
     stack = facts.wanted(host)
     found = tuple(
         difference
-        for difference in drift.diff(stack, state)
+        for difference in drift.diff(stack, state, facts.site(host))
         if any(fnmatchcase(difference.path, pattern) for pattern in patterns)
     )
     return Context(host, stack, state, facts.settings(host), found)
@@ -142,9 +142,7 @@ def refuse(host: Host, finding: Finding) -> StringCommand:
 @cache
 def _worker() -> tuple[str, str]:
     source = (paths.files() / "host_work.py").read_bytes()
-    return f"/run/bringup/host_work-{hashlib.sha256(source).hexdigest()[:12]}.py", base64.b64encode(
-        source
-    ).decode()
+    return f"/run/bringup/host_work-{hashlib.sha256(source).hexdigest()[:12]}.py", base64.b64encode(source).decode()
 
 
 def worker_path() -> str:

@@ -1,0 +1,178 @@
+"""Install the pinned driver family as one set, keep it so, and reboot into it where that is allowed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import gevent
+from pyinfra.api import FunctionCommand, Host, deploy
+from pyinfra.api.exceptions import ConnectError
+from pyinfra.context import ctx_host
+
+from bringup import facts, wanted
+from bringup.findings import change
+from bringup.host_state import Unknown
+from tasks import apt, lock
+from tasks.run import Command, Context, converges, do, refuse, shell, work, write
+
+REBOOT_LIMIT_S = 1800
+_FIRST_LOOK_S = 2.0
+_rebooted: set[str] = set()
+
+
+@converges("driver.packages", "fabric.packages")
+def packages(context: Context) -> Iterator[Command]:
+    """Install the locked driver family and what the fabric needs, NVIDIA's version pinning first."""
+    refusal = change.driver_change(context.stack, context.state, allow_downgrade=context.settings.allow_downgrade)
+    if refusal is not None:
+        yield refuse(context.host, refusal)
+        return
+    locked = wanted.packages(context.stack, context.state)
+    assert locked is not None  # preflight refuses a host whose release the lock does not hold
+    kind = wanted.fabric_kind(context.stack, context.state)
+    fabric = locked.fabric.get(kind, ()) if kind in ("nvswitch", "nvlink5") else ()
+    pinning = [package.name for package in locked.driver if package.name.startswith("nvidia-driver-pinning")]
+    yield apt.install(
+        "driver-packages",
+        (*locked.driver, *fabric),
+        first=pinning,
+        allow_downgrade=context.settings.allow_downgrade,
+    )
+
+
+@converges("driver.hold", "kernel.hold")
+def holds(context: Context) -> Iterator[Command]:
+    """Hold the whole family, and the kernel where the stack says so."""
+    assert not isinstance(context.state.dpkg, Unknown)  # the difference could not have been seen otherwise
+    names: set[str] = set()
+    if context.difference("driver.hold"):
+        locked = wanted.packages(context.stack, context.state)
+        names |= set(wanted.driver_family(context.stack, context.state, locked))
+    if context.difference("kernel.hold"):
+        installed = context.state.dpkg.packages.items()
+        names |= {name for name, p in installed if wanted.is_kernel_package(name) and p.is_installed}
+    yield apt.hold(names)
+
+
+@converges("driver.unattended_upgrades")
+def unattended_upgrades(context: Context) -> Iterator[Command]:
+    """Keep unattended-upgrades away from the family: a hold that somebody lifts is not enough."""
+    family = wanted.driver_family(context.stack, context.state, wanted.packages(context.stack, context.state))
+    yield write(wanted.BLACKLIST_FILE, wanted.blacklist_text(family))
+
+
+@converges("driver.nouveau")
+def nouveau(context: Context) -> Iterator[Command]:
+    """Keep nouveau off the GPUs, in the initramfs too."""
+    del context
+    yield write(wanted.NOUVEAU_FILE, wanted.nouveau_text())
+    yield shell(
+        "initramfs",
+        "if command -v update-initramfs >/dev/null && ls /boot/initrd.img-* >/dev/null 2>&1\n"
+        "then update-initramfs -u -k all\nfi",
+        limit_s=900,
+        detach=True,
+    )
+
+
+@converges("driver.persistence")
+def persistence(context: Context) -> Iterator[Command]:
+    """Run the persistence daemon, now where a driver is loaded, and at every boot."""
+    yield from _unit(context, wanted.PERSISTENCE_UNIT)
+
+
+@converges("fabric.ib_umad")
+def fabric_module(context: Context) -> Iterator[Command]:
+    """Load the module that the subnet manager of NVLink 5 needs, now and at every boot."""
+    del context
+    yield write(wanted.FABRIC_MODULES_FILE, wanted.fabric_modules_text())
+    yield do("ib_umad", ["modprobe", "ib_umad"], limit_s=60)
+
+
+@converges("fabric.service")
+def fabric_service(context: Context) -> Iterator[Command]:
+    """Run the fabric manager, now where a driver is loaded, and at every boot."""
+    yield from _unit(context, wanted.FABRIC_UNIT)
+
+
+def _unit(context: Context, unit: str) -> Iterator[Command]:
+    # Without its driver a daemon only fails: enabled, it starts with the boot that brings the driver.
+    state = context.state.driver
+    is_loaded = not isinstance(state, Unknown) and state.loaded is not None
+    yield do("daemon-reload", ["systemctl", "daemon-reload"], limit_s=60)
+    yield do("enable", ["systemctl", "enable", *(["--now"] if is_loaded else []), unit], limit_s=120)
+
+
+@converges("driver.loaded")
+def reboot(context: Context) -> Iterator[Command]:
+    """Reboot into the installed driver when the host's policy allows it, at most once a run."""
+    host = context.host
+    refusal = change.reboot(
+        context.stack,
+        context.state,
+        policy=context.settings.reboot,
+        is_local=host.name.startswith("@"),
+        has_rebooted=host.name in _rebooted,
+    )
+    if refusal is not None:
+        yield refuse(host, refusal)
+        return
+    yield work("reserve", "--for-s", REBOOT_LIMIT_S)
+    yield FunctionCommand(_reboot, (), {})
+    yield from lock.acquire()
+
+
+def _reboot() -> bool:
+    """Reboot the host and come back to it; return False when it did not come back with another boot id."""
+    host: Host = ctx_host.get()
+    before = _boot_id(host)
+    lock.let_go(host)
+    _rebooted.add(host.name)
+    host.run_shell_command("(sleep 1; systemctl reboot) >/dev/null 2>&1 </dev/null &", **_root(host))
+    end = time.monotonic() + REBOOT_LIMIT_S
+    gevent.sleep(_FIRST_LOOK_S)
+    while time.monotonic() < end:
+        _forget_connection(host)
+        try:
+            host.connect(show_errors=False, raise_exceptions=True)
+            after = _boot_id(host)
+        except (ConnectError, OSError, EOFError):
+            after = None
+        if after is not None and after != before:
+            facts.invalidate(host)
+            return True
+        gevent.sleep(1)
+    facts.tell_finding(host, change.no_return(REBOOT_LIMIT_S))
+    return False
+
+
+def _boot_id(host: Host) -> str | None:
+    ok, output = host.run_shell_command("cat /proc/sys/kernel/random/boot_id", _timeout=20)
+    lines = output.stdout_lines
+    return lines[0].strip() if ok and lines else None
+
+
+def _root(host: Host) -> dict[str, object]:
+    return {"_sudo": True} if host.data.get("_sudo") else {}
+
+
+def _forget_connection(host: Host) -> None:
+    client = getattr(host.connector, "client", None)
+    if client is not None:
+        client.close()
+    host.connected = False
+
+
+@deploy("Driver")
+def install() -> None:
+    """Bring the host to the wanted driver, held and loaded, with its fabric where the hardware has one."""
+    apt.source(name="Write NVIDIA's package source, key and pins")
+    unattended_upgrades(name="Keep unattended-upgrades off the driver family")
+    nouveau(name="Keep nouveau off the GPUs")
+    packages(name="Install the pinned driver family")
+    holds(name="Hold the driver family")
+    fabric_module(name="Load the subnet manager's module")
+    reboot(name="Reboot into the installed driver")
+    persistence(name="Run the persistence daemon")
+    fabric_service(name="Run the fabric manager")
