@@ -1,1 +1,32 @@
-"""Resolve a stack into its index-free lock."""
+"""Resolve a stack into its index-free lock: wheels with uv, .deb sets out of a signed repository."""
+
+from bringup.locking.document import lock_text, write_lock
+from bringup.locking.fetch import Fetched, fetch_into_mirror
+from bringup.locking.packages import lock_packages, releases
+from bringup.locking.pylock import pylock_text
+from bringup.locking.rehearsal import LabLock, lock_for_lab
+from bringup.locking.resolve import ResolvedFile, ResolvedPlatform, locate
+from bringup.locking.settings import DefaultIndex, Sources, default_index
+from bringup.locking.wheels import Judge, Judgement, WheelsPart, lock_wheels
+
+__all__ = [
+    "DefaultIndex",
+    "Fetched",
+    "Judge",
+    "Judgement",
+    "LabLock",
+    "ResolvedFile",
+    "ResolvedPlatform",
+    "Sources",
+    "WheelsPart",
+    "default_index",
+    "fetch_into_mirror",
+    "locate",
+    "lock_for_lab",
+    "lock_packages",
+    "lock_text",
+    "lock_wheels",
+    "pylock_text",
+    "releases",
+    "write_lock",
+]

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+import httpx
+
 from bringup import paths
 from bringup.errors import InputError
+from bringup.locking import http
 from bringup.locking.debian import DebianVersion, Package, Relation
-from bringup.locking.repository import Repository
+from bringup.locking.repository import Repository, read_repository
 from bringup.stack import LockedPackage, LockedPackages, Stack
 
 Prefer = Callable[[Package], bool]
@@ -70,6 +73,48 @@ def resolve_packages(
             "toolkit": {toolkit: resolver.locked(packages) for toolkit, packages in toolkits.items()},
         }
     )
+
+
+def lock_packages(
+    stack: Stack,
+    names: Iterable[str],
+    url: str,
+    *,
+    against: Literal["index", "lab"],
+    key: bytes | None = None,
+    fingerprint: str | None = None,
+    certificate: str | None = None,
+) -> dict[str, LockedPackages]:
+    """Return the packages parts for the releases ``names``, out of the repositories below ``url``.
+
+    ``key`` None means the repository's own key file, which must have the fingerprint of NVIDIA's key;
+    ``fingerprint`` None means NVIDIA's. Raises InputError for a release that no lock knows, and what
+    ``read_repository`` and ``resolve_packages`` raise.
+    """
+    found = {}
+    with http.client(certificate) as client:
+        for name in names:
+            release = releases().get(name)
+            if release is None:
+                raise InputError(f"not a release: {name!r}", hint=f"name one of {', '.join(releases())}")
+            base = f"{url.rstrip('/')}/{release.path}"
+            repository = read_repository(
+                client,
+                base,
+                architecture=release.architecture,
+                key=key or _published_key(client, base),
+                fingerprint=fingerprint or repository_defaults()["key_fingerprint"],
+            )
+            found[name] = resolve_packages(stack, release, repository, against=against)
+    return found
+
+
+def _published_key(client: httpx.Client, base: str) -> bytes:
+    address = f"{base}/{repository_defaults()['key_file']}"
+    key = http.read(client, address)
+    if key is None:
+        raise InputError(f"no key at {address}", hint="name the repository's public key with --apt-key")
+    return key
 
 
 class _Resolver:

@@ -15,14 +15,12 @@ import bringup
 from bringup import paths
 from bringup.errors import InputError
 from bringup.finding import Finding
-from bringup.locking import http
 from bringup.locking.document import digest_of, input_digest_of, write_lock
 from bringup.locking.fetch import fetch_files
-from bringup.locking.packages import releases, resolve_packages
-from bringup.locking.repository import read_repository
+from bringup.locking.packages import lock_packages, releases
 from bringup.locking.settings import DefaultIndex, Sources
 from bringup.locking.wheels import Judge, lock_wheels
-from bringup.stack import Lock, LockedPackages, LockedWheels, Stack, load_stack
+from bringup.stack import Lock, LockedWheels, Stack, load_stack
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,8 @@ def lock_for_lab(
     """
     stack = load_stack(stack_path)
     mirror = lab_state_dir / "mirror"
+    if not (mirror / "apt").is_dir():
+        raise InputError(f"no package mirror in {mirror}", hint="run `bringup lab up`")
     target = lab_state_dir / "locks" / f"{stack.name}.lock.toml"
     served = [name for name in releases() if (mirror / "apt" / releases()[name].path / "InRelease").is_file()]
     wanted = tuple(platforms) or tuple(_own_platforms(stack, served))
@@ -82,7 +82,14 @@ def lock_for_lab(
         schema_=1,
         stack=stack.name,
         wheels=wheels,
-        packages=_packages(stack, served, mirror_url, key_file, key_fingerprint),
+        packages=lock_packages(
+            stack,
+            served,
+            f"{mirror_url.rstrip('/')}/apt",
+            against="lab",
+            key=key_file.read_bytes(),
+            fingerprint=key_fingerprint,
+        ),
     )
     # What was fetched just now is part of the mirror from here on.
     after = _inputs(stack_path, stack, mirror, served, wanted)
@@ -93,26 +100,6 @@ def _own_platforms(stack: Stack, served: Iterable[str]) -> Iterator[str]:
     if stack.python.existing is None:
         for machine in sorted({name.split("-", 1)[1] for name in served} or {"x86_64"}):
             yield f"cp{stack.python.interpreter.replace('.', '')}-{machine}"
-
-
-def _packages(
-    stack: Stack, served: Sequence[str], mirror_url: str, key_file: Path, fingerprint: str
-) -> dict[str, LockedPackages]:
-    if not served:
-        raise InputError(f"the lab mirror at {mirror_url} has no apt repository", hint="run `bringup lab up`")
-    found = {}
-    with http.client() as client:
-        for name in served:
-            release = releases()[name]
-            repository = read_repository(
-                client,
-                f"{mirror_url.rstrip('/')}/apt/{release.path}",
-                architecture=release.architecture,
-                key=key_file.read_bytes(),
-                fingerprint=fingerprint,
-            )
-            found[name] = resolve_packages(stack, release, repository, against="lab")
-    return found
 
 
 def _inputs(stack_path: Path, stack: Stack, mirror: Path, served: Iterable[str], platforms: Iterable[str]) -> str:

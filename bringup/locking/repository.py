@@ -107,6 +107,17 @@ def verified(signed: bytes, *, key: bytes, fingerprint: str, source: str) -> str
         return (home / "text").read_text(encoding="utf-8", errors="replace")
 
 
+def fingerprint_of(key: bytes, *, source: str) -> str:
+    """Return the fingerprint of a public key, armoured or not; raises InputError when ``source`` holds none."""
+    with tempfile.TemporaryDirectory(prefix="bringup-gpg-") as directory:
+        (Path(directory) / "key").write_bytes(key)
+        done = _gpg(["gpg", "--homedir", directory, "--batch", "--with-colons", "--show-keys", f"{directory}/key"])
+    for line in done.stdout.splitlines():
+        if line.startswith("fpr:"):
+            return line.split(":")[9]
+    raise InputError(f"{source} holds no public key", why=done.stderr.strip() or None)
+
+
 def _gpg(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
