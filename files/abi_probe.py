@@ -12,13 +12,16 @@ nothing, starts no process, loads no library, and needs only Python 3.8.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
 import stat
 import struct
 import sys
+import time
 from array import array
-from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 # Limits on what one file may make the reader do. The largest real tables seen are libtorch_cpu's (80,000
 # symbols, 11 MB of names) and fbgemm's (8 MB of names); a file beyond these limits is hostile or damaged.
@@ -147,8 +150,8 @@ class _Segment(NamedTuple):
     file_bytes: int
 
 
-def read_file(path: str) -> Elf:
-    """Read the shared object at ``path``.
+def read_file(path: str, wanted: Optional[Set[bytes]] = None) -> Elf:
+    """Read the shared object at ``path``; of its exports only the ``wanted`` names, None meaning all.
 
     Raises NotShared for what is no shared object of ours, ElfError for one that is damaged, OSError as
     opening does.
@@ -159,7 +162,7 @@ def read_file(path: str) -> Elf:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise NotShared("not a regular file")
-        return _read(_Descriptor(descriptor, status.st_size))
+        return _read(_Descriptor(descriptor, status.st_size), wanted)
     finally:
         os.close(descriptor)
 
@@ -169,7 +172,7 @@ def read_bytes(data: bytes) -> Elf:
     return _read(_Memory(data))
 
 
-def _read(source) -> Elf:
+def _read(source, wanted: Optional[Set[bytes]] = None) -> Elf:
     machine, segments = _headers(source, source.size_bytes)
     space = _AddressSpace(source, segments)
     dynamic = _Dynamic(space, segments)
@@ -185,7 +188,7 @@ def _read(source) -> Elf:
     version_indexes = None
     if dynamic.first(_DT_VERSYM) is not None and count:
         version_indexes = _unsigned("H", space.read(dynamic.first(_DT_VERSYM), 2 * count))
-    exports, undefined = _symbols(symbols, strings, version_indexes, versions)
+    exports, undefined = _symbols(symbols, strings, version_indexes, versions, wanted)
     flags, flags_1 = dynamic.first(_DT_FLAGS) or 0, dynamic.first(_DT_FLAGS_1) or 0
     return Elf(
         machine=machine,
@@ -465,39 +468,64 @@ def _section_count(source, symbols_at: int) -> Optional[int]:
 
 
 def _symbols(
-    table: bytes, strings: bytes, version_indexes: Optional[array], versions: _Versions
+    table: bytes,
+    strings: bytes,
+    version_indexes: Optional[array],
+    versions: _Versions,
+    wanted: Optional[Set[bytes]] = None,
 ) -> Tuple[Dict[str, Tuple[str, ...]], Tuple[Undefined, ...]]:
     """Return the exported names with their versions, and the undefined ones."""
-    exports: Dict[str, Tuple[str, ...]] = {}
-    undefined: List[Undefined] = []
-    find, size, budget = strings.find, len(strings), MAX_NAMES_TOTAL_BYTES
+    budget = _Budget(MAX_NAMES_TOTAL_BYTES)
     names = versions.names
+    undefined: List[Undefined] = []
+    # Two passes, because most often the exports are not wanted, and they are by far the larger part.
+    for index, (name_at, info, _, section, _, _) in enumerate(_SYMBOL.iter_unpack(table)):
+        if section == 0 and info > 15 and name_at:
+            version = version_indexes[index] & 0x7FFF if version_indexes is not None else 1
+            text, library = _version(names, version) if version > 1 else (None, None)
+            undefined.append(Undefined(budget.text(strings, name_at), text, library, info >> 4 == 2))
+    exports: Dict[str, Tuple[str, ...]] = {}
+    if wanted is not None and not wanted:
+        return exports, tuple(undefined)
+    find = strings.find
     for index, (name_at, info, other, section, value, _) in enumerate(_SYMBOL.iter_unpack(table)):
-        binding = info >> 4
-        if binding == 0 or name_at == 0:
+        # Only what the loader would bind counts: no local symbol, neither hidden nor internal, not the name
+        # of a section or a file, nor a plain symbol at address zero.
+        if section == 0 or info < 16 or other & 3 in (1, 2) or info & 15 in (3, 4) or name_at == 0:
             continue
-        # Only what the loader would bind counts: neither hidden nor internal, a section's or a file's name,
-        # nor a plain symbol at address zero.
-        if section and (other & 3 in (1, 2) or info & 15 in (3, 4)):
+        if value == 0 and section != 0xFFF1 and info & 15 != 6:
             continue
         end = find(b"\0", name_at, name_at + MAX_NAME_BYTES + 1)
-        if name_at >= size or end < 0:
+        if end < 0:
             raise ElfError("symbol %d has a name outside the string table" % index)
-        budget -= end - name_at
-        if budget < 0:
-            raise ElfError("more than %d bytes of symbol names" % MAX_NAMES_TOTAL_BYTES)
-        name = strings[name_at:end].decode("utf-8", "backslashreplace")
-        version = version_indexes[index] & 0x7FFF if version_indexes is not None else 1
-        if section == 0:
-            text, library = _version(names, version) if version > 1 else (None, None)
-            undefined.append(Undefined(name, text, library, binding == 2))
-        elif value == 0 and section != 0xFFF1 and info & 15 != 6:
+        raw = strings[name_at:end]
+        if wanted is not None and raw not in wanted:
             continue
-        elif version > 1:
+        budget.spend(end - name_at)
+        name = raw.decode("utf-8", "backslashreplace")
+        version = version_indexes[index] & 0x7FFF if version_indexes is not None else 1
+        if version > 1:
             exports[name] = (*exports.get(name, ()), _version(names, version)[0])
         elif version == 1:
             exports.setdefault(name, ())
     return exports, tuple(undefined)
+
+
+class _Budget:
+    """Names read so far, against a limit: symbols could share the tails of one huge string."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left = size_bytes
+
+    def text(self, strings: bytes, offset: int) -> str:
+        name = _text(strings, offset)
+        self.spend(len(name))
+        return name
+
+    def spend(self, size_bytes: int) -> None:
+        self._left -= size_bytes
+        if self._left < 0:
+            raise ElfError("more than %d bytes of symbol names" % MAX_NAMES_TOTAL_BYTES)
 
 
 def _version(names: Dict[int, Tuple[str, Optional[str]]], index: int) -> Tuple[str, Optional[str]]:
@@ -819,3 +847,586 @@ def _front_dynamic_strings(
                     needed.append(text)
         position = end + 1
     return tuple(n for n in needed if n != own), own, tuple(paths)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The loader: which file a NEEDED name becomes, as ld.so(8) describes it for glibc.
+
+_LOADER_CACHE = "/etc/ld.so.cache"
+_DEFAULT_DIRECTORIES = {
+    "x86_64": ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib"),
+    "aarch64": (
+        "/lib/aarch64-linux-gnu",
+        "/usr/lib/aarch64-linux-gnu",
+        "/lib64",
+        "/usr/lib64",
+        "/lib",
+        "/usr/lib",
+    ),
+}
+# Bits 8-15 of a cache entry's flags name the kind of library: 3 is x86-64, 10 is aarch64 (glibc's ldconfig.h).
+_CACHE_KINDS = {"x86_64": 0x0303, "aarch64": 0x0A03}
+_CACHE_MAGIC = b"glibc-ld.so.cache1.1"
+_RUNTIME_LIBRARIES = (
+    "libc.so.6",
+    "libm.so.6",
+    "libdl.so.2",
+    "libpthread.so.0",
+    "librt.so.1",
+    "libutil.so.1",
+    "libgcc_s.so.1",
+    "libstdc++.so.6",
+)
+
+
+def read_loader_cache(path: str = _LOADER_CACHE, machine: str = "x86_64") -> Dict[str, str]:
+    """Return what the loader cache answers: soname to path, the first entry of this machine's kind.
+
+    Raises ElfError when the file is no cache of glibc's present format, OSError when it cannot be read.
+    """
+    with open(path, "rb") as file:
+        data = file.read(16 << 20)
+    start = data.find(_CACHE_MAGIC)
+    if start < 0:
+        raise ElfError("not a loader cache of glibc's present format")
+    data = data[start:]
+    try:
+        count, strings_bytes = struct.unpack_from("<II", data, 20)
+        entries = list(struct.iter_unpack("<iIIIQ", data[48 : 48 + 24 * count]))
+    except struct.error:
+        raise ElfError("truncated loader cache") from None
+    if len(entries) != count or 48 + 24 * count + strings_bytes > len(data):
+        raise ElfError("truncated loader cache")
+    found: Dict[str, str] = {}
+    for kind, name_at, path_at, _, capabilities in entries:
+        # An entry for special processors stands before the plain one and need not apply here.
+        if kind == _CACHE_KINDS.get(machine) and capabilities == 0:
+            found.setdefault(_text(data, name_at), _text(data, path_at))
+    return found
+
+
+class Object:
+    """One file as a process would hold it: its facts, where it is, and the names it answers to."""
+
+    def __init__(self, path: str, elf: Elf) -> None:
+        self.path = path
+        self.elf = elf
+        self.names = {elf.soname} if elf.soname else set()
+
+    def directories(self, paths: Iterable[str]) -> List[str]:
+        """Return search paths with the place of this file filled in."""
+        origin = os.path.dirname(self.path)
+        return [p.replace("${ORIGIN}", origin).replace("$ORIGIN", origin) for p in paths]
+
+
+class Missing(NamedTuple):
+    """A library that was not found, and the path of the file that needs it."""
+
+    name: str
+    needed_by: str
+
+
+class Load(NamedTuple):
+    """What loading one file brings: its scope in lookup order, and what was not found.
+
+    ``names`` is what the process answers to afterwards.
+    ``siblings`` are libraries found only in the distribution that the file belongs to: its package must have
+    loaded them before.
+    """
+
+    scope: Tuple[Object, ...]
+    missing: Tuple[Missing, ...]
+    siblings: Tuple[str, ...]
+    names: Dict[str, Object]
+
+
+class Loader:
+    """Find and read files as the dynamic loader would, without loading any."""
+
+    def __init__(self, machine: str, cache: Dict[str, str], library_path: Sequence[str] = ()) -> None:
+        self.machine = machine
+        self._cache = cache
+        self._library_path = tuple(library_path)
+        self._objects: Dict[str, Optional[Object]] = {}
+        self._by_identity: Dict[Tuple[int, int], Object] = {}
+        self.unreadable: Dict[str, str] = {}
+
+    def object(self, path: str) -> Optional[Object]:
+        """Return the file at a path, None when there is none or it is no library of this machine."""
+        if path not in self._objects:
+            self._objects[path] = self._open(path)
+        return self._objects[path]
+
+    def _open(self, path: str) -> Optional[Object]:
+        try:
+            status = os.stat(path)
+        except (OSError, ValueError):
+            return None
+        # A link and its target are one object to the loader.
+        identity = (status.st_dev, status.st_ino)
+        if identity not in self._by_identity:
+            try:
+                elf = read_file(path, wanted=set())
+            except (ElfError, OSError) as problem:
+                self.unreadable[path] = str(problem)
+                return None
+            if elf.machine != self.machine:
+                self.unreadable[path] = "for %s" % elf.machine
+                return None
+            self._by_identity[identity] = Object(path, elf)
+        return self._by_identity[identity]
+
+    def _find(self, name: str, chain: Sequence[Object]) -> Optional[Object]:
+        """Return the object that a NEEDED name leads to; ``chain`` is its loader, that one's loader, …"""
+        if "/" in name:
+            return self.object(name)
+        needer = chain[0]
+        directories: List[str] = []
+        if not needer.elf.runpath:
+            for link in chain:
+                if not link.elf.runpath:
+                    directories += link.directories(link.elf.rpath)
+        directories += self._library_path
+        directories += needer.directories(needer.elf.runpath)
+        paths = [os.path.join(directory, name) for directory in directories]
+        if not needer.elf.ignores_default_paths:
+            if name in self._cache:
+                paths.append(self._cache[name])
+            paths += [os.path.join(directory, name) for directory in _DEFAULT_DIRECTORIES[self.machine]]
+        return next((found for found in map(self.object, paths) if found is not None), None)
+
+    def load(
+        self,
+        top: Object,
+        process: Dict[str, Object],
+        siblings: Optional[Dict[str, str]] = None,
+    ) -> Load:
+        """Return what loading ``top`` brings into a process that answers to the names in ``process``.
+
+        ``process`` is not changed. ``siblings`` maps names to paths inside the file's own distribution.
+        """
+        names = dict(process)
+        order, chains = [top], {id(top): (top,)}
+        missing: List[Missing] = []
+        from_siblings: List[str] = []
+        self._answer(names, top)
+        for current in order:
+            for name in current.elf.needed:
+                found = names.get(name) or self._find(name, chains[id(current)])
+                if found is None and siblings and name in siblings:
+                    found = self.object(siblings[name])
+                    from_siblings.append(name)
+                if found is None:
+                    missing.append(Missing(name, current.path))
+                    continue
+                names[name] = found
+                self._answer(names, found)
+                if id(found) not in chains:
+                    chains[id(found)] = (found, *chains[id(current)])
+                    order.append(found)
+        return Load(tuple(order), tuple(missing), tuple(from_siblings), names)
+
+    @staticmethod
+    def _answer(names: Dict[str, Object], found: Object) -> None:
+        for name in found.names:
+            names.setdefault(name, found)
+        names.setdefault(found.path, found)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# An environment.
+
+MAX_FILES = 20_000
+MAX_TEXT_BYTES = 8 << 20
+_SHARED_NAME = re.compile(r"\.so(\.[0-9A-Za-z_.]+)?\Z")
+_INFO_NAME = re.compile(r"(?P<name>[^-]+)-(?P<version>.+)\.dist-info\Z")
+# torch/__init__.py loads these by file name after its own libraries, when the CUDA wheels hold them.
+_TORCH_PRELOADS = (
+    ("cuda_nvrtc", "libnvrtc.so."),
+    ("cuda_nvrtc", "libnvrtc-builtins.so."),
+    ("nvjitlink", "libnvJitLink.so."),
+)
+
+
+class ProbeError(Exception):
+    """Say why an environment could not be looked at."""
+
+
+def site_directories(prefix: str) -> List[str]:
+    """Return the directories of an environment that hold its packages.
+
+    ``prefix`` is a virtual environment, a Python installation, or such a directory itself.
+    """
+    found = []
+    for library in ("lib", "lib64"):
+        try:
+            versions = sorted(os.listdir(os.path.join(prefix, library)))
+        except OSError:
+            continue
+        for version in versions:
+            for kind in ("site-packages", "dist-packages"):
+                path = os.path.join(prefix, library, version, kind)
+                if version.startswith("python3") and os.path.isdir(path):
+                    found.append(path)
+    if not found and os.path.isdir(prefix):
+        names = os.listdir(prefix)
+        if any(name.endswith(".dist-info") or name == "torch" for name in names):
+            found = [prefix]
+    return list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
+
+
+def shared_files(directory: str) -> Iterator[str]:
+    """Yield the path of every regular file under a directory that is named like a shared object."""
+    pending = [directory]
+    count = 0
+    while pending:
+        try:
+            entries = list(os.scandir(pending.pop()))
+        except OSError:
+            continue
+        for entry in sorted(entries, key=lambda e: e.name):
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name != "__pycache__":
+                    pending.append(entry.path)
+            elif _SHARED_NAME.search(entry.name) and entry.is_file(follow_symlinks=False):
+                count += 1
+                if count > MAX_FILES:
+                    raise ProbeError("more than %d shared objects under %s" % (MAX_FILES, directory))
+                yield entry.path
+
+
+def _small_text(path: str) -> str:
+    """Return the start of a text file, "" when there is none."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def distributions(site: str) -> Tuple[Dict[str, Dict], Dict[str, str]]:
+    """Return the distributions in a directory that own shared objects, and which one owns each file.
+
+    A distribution is {"version", "requires_torch": the requirement on torch as declared, or None}.
+    """
+    found: Dict[str, Dict] = {}
+    owners: Dict[str, str] = {}
+    for entry in sorted(os.listdir(site)):
+        match = _INFO_NAME.match(entry)
+        if match is None:
+            continue
+        name = re.sub(r"[-_.]+", "-", match.group("name")).lower()
+        record = _small_text(os.path.join(site, entry, "RECORD"))
+        files = [line.split(",", 1)[0] for line in record.splitlines() if ".so" in line]
+        files = [file.strip('"') for file in files if _SHARED_NAME.search(file.strip('"'))]
+        if not files:
+            continue
+        metadata = _small_text(os.path.join(site, entry, "METADATA")).split("\n\n", 1)[0]
+        requires = re.findall(r"(?mi)^Requires-Dist:[ \t]*(torch(?![A-Za-z0-9._-]).*?)\r?$", metadata)
+        plain = [r for r in requires if "extra ==" not in r]
+        found[name] = {"version": match.group("version"), "requires_torch": plain[0] if plain else None}
+        for file in files:
+            owners[os.path.normpath(os.path.join(site, file))] = name
+    return found, owners
+
+
+class Environment:
+    """The shared objects of one environment, read once without their exports."""
+
+    def __init__(self, prefix: str, library_path: Sequence[str] = ()) -> None:
+        if os.path.isfile(prefix):
+            prefix = os.path.dirname(os.path.dirname(prefix))
+        self.prefix = prefix
+        self.sites = site_directories(prefix)
+        if not self.sites:
+            raise ProbeError("%s holds no Python packages" % prefix)
+        self.machine = _own_machine()
+        self.cache_problem: Optional[str] = None
+        try:
+            self.cache = read_loader_cache(machine=self.machine)
+        except (OSError, ElfError) as problem:
+            self.cache, self.cache_problem = {}, str(problem)
+        self.loader = Loader(self.machine, self.cache, library_path)
+        self.paths = [path for site in self.sites for path in shared_files(site)]
+        self.distributions: Dict[str, Dict] = {}
+        self.owners: Dict[str, str] = {}
+        for site in self.sites:
+            found, owners = distributions(site)
+            self.distributions.update(found)
+            self.owners.update(owners)
+        # Opened first, so that they are known by these paths and not by ones full of "..".
+        opened = ((path, self.loader.object(path)) for path in self.paths)
+        self.files = {path: found for path, found in opened if found is not None}
+        self._siblings: Dict[str, Dict[str, str]] = {}
+        self.interpreter = self._interpreter()
+
+    def _interpreter(self) -> Optional[Object]:
+        for name in ("python3", "python"):
+            path = os.path.realpath(os.path.join(self.prefix, "bin", name))
+            found = self.loader.object(path)
+            if found is not None:
+                return found
+        return None
+
+    @property
+    def python(self) -> Optional[str]:
+        """Return the interpreter's minor version ("3.12"), None when nothing tells it."""
+        for site in self.sites:
+            match = re.search(r"/python(3\.\d+)/", site)
+            if match:
+                return match.group(1)
+        match = re.search(r"(?m)^version(?:_info)?\s*=\s*(3\.\d+)", _small_text(self.prefix + "/pyvenv.cfg"))
+        return match.group(1) if match else None
+
+    def siblings(self, path: str) -> Dict[str, str]:
+        """Return the libraries of the distribution that owns a file: each name they answer to, and the path."""
+        owner = self.owners.get(path)
+        if owner is None:
+            return {}
+        if not self._siblings:
+            for other, known in self.files.items():
+                if other in self.owners:
+                    names = self._siblings.setdefault(self.owners[other], {})
+                    names.setdefault(os.path.basename(other), other)
+                    names.setdefault(known.elf.soname or "", other)
+        return self._siblings.get(owner, {})
+
+
+class Process:
+    """A Python process after `import torch`: what it holds, and what stands in its global scope."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._loader = environment.loader
+        self.names: Dict[str, Object] = {}
+        self.order: List[Object] = []
+        self.global_scope: List[Object] = []
+        self.missing: List[Missing] = []
+        self.torch_version: Optional[str] = None
+        self.torch_cuda: Optional[str] = None
+        self.torch_site: Optional[str] = None
+        if environment.interpreter is not None:
+            self._add(environment.interpreter, is_global=True)
+        self.base_count = len(self.order)
+        self.torch_site = next((site for site in environment.sites if os.path.isfile(site + "/torch/version.py")), None)
+        if self.torch_site is None:
+            return
+        text = _small_text(self.torch_site + "/torch/version.py")
+        self.torch_version = _assigned(text, "__version__")
+        self.torch_cuda = _assigned(text, "cuda")
+        library = os.path.join(self.torch_site, "torch", "lib")
+        # The order of torch/__init__.py: the CUDA libraries into the global scope, three more by file
+        # name, then the extension module, whose libraries stay out of the global scope.
+        self._add_path(os.path.join(library, "libtorch_global_deps.so"), is_global=True)
+        if any(name.startswith("libcudart.so") for name in self.names):
+            for folder, prefix in _TORCH_PRELOADS:
+                path = self._cuda_file(environment.sites, folder, prefix)
+                if not path:
+                    break
+                self._add_path(path)
+        self._add_path(os.path.join(library, "libtorch_python.so"))
+
+    def _cuda_file(self, sites: Sequence[str], folder: str, prefix: str) -> str:
+        """Return the file that torch would pick from the CUDA wheels, "" when there is none."""
+        version = (self.torch_cuda or "").split(".")[0]
+        for site in sites:
+            for place in (folder, "cu" + version):
+                directory = os.path.join(site, "nvidia", place, "lib")
+                try:
+                    names = sorted(n for n in os.listdir(directory) if n.startswith(prefix) and n[-1:].isdigit())
+                except OSError:
+                    continue
+                if names:
+                    return os.path.join(directory, names[0])
+        return ""
+
+    def _add_path(self, path: str, is_global: bool = False) -> None:
+        found = self._loader.object(path) if path else None
+        if found is not None:
+            self._add(found, is_global)
+
+    def _add(self, top: Object, is_global: bool = False) -> None:
+        loaded = self._loader.load(top, self.names)
+        self.names = loaded.names
+        for found in loaded.scope:
+            if found not in self.order:
+                self.order.append(found)
+            if is_global and found not in self.global_scope:
+                self.global_scope.append(found)
+        self.missing.extend(loaded.missing)
+
+
+def _assigned(text: str, name: str) -> Optional[str]:
+    match = re.search(r"(?m)^%s\s*(?::[^=]*)?=\s*['\"]([^'\"]{1,64})['\"]" % re.escape(name), text)
+    return match.group(1) if match else None
+
+
+def _own_machine() -> str:
+    machine = os.uname().machine
+    if machine not in _DEFAULT_DIRECTORIES:
+        raise ProbeError("this machine is %s, neither x86_64 nor aarch64" % machine)
+    return machine
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The answer.
+
+
+class _Names:
+    """Give each name a number, so that a name that many files share is written once."""
+
+    def __init__(self) -> None:
+        self._numbers: Dict[str, int] = {}
+
+    def numbers(self, names: Iterable[str]) -> List[int]:
+        numbers = self._numbers
+        return [numbers.setdefault(name, len(numbers)) for name in names]
+
+    def all(self) -> List[str]:
+        return list(self._numbers)
+
+
+def answer(prefix: str, wanted: Iterable[str] = (), library_path: Sequence[str] = ()) -> Dict:
+    """Return what the shared objects of an environment need and offer, as docs/reference/abi-probe.md tells.
+
+    Of what a file exports only those names are listed that some file of the environment leaves undefined,
+    and those in ``wanted``: the undefined names of files that are not installed but shall be judged.
+    Raises ProbeError.
+    """
+    started = time.monotonic()
+    environment = Environment(prefix, library_path)
+    loader = environment.loader
+    process = Process(environment)
+    runtime = _runtime_libraries(loader)
+    loads = {
+        id(found): loader.load(found, process.names, environment.siblings(path))
+        for path, found in environment.files.items()
+    }
+    table: Dict[int, Object] = {}
+    for found in [*environment.files.values(), *process.order, *runtime]:
+        table.setdefault(id(found), found)
+    for loaded in loads.values():
+        for found in loaded.scope:
+            table.setdefault(id(found), found)
+    numbers = {key: number for number, key in enumerate(table)}
+    needed = {
+        symbol.name.encode("utf-8", "surrogateescape")
+        for found in environment.files.values()
+        for symbol in found.elf.undefined
+        if not symbol.is_weak
+    }
+    needed.update(name.encode("utf-8", "surrogateescape") for name in wanted)
+    names = _Names()
+    entries = []
+    for key, found in table.items():
+        entry = _entry(found, needed, names)
+        if key in loads:
+            loaded = loads[key]
+            entry["distribution"] = environment.owners.get(found.path)
+            entry["scope"] = [numbers[id(other)] for other in loaded.scope]
+            entry["missing"] = [[m.name, numbers[id(loader.object(m.needed_by))]] for m in loaded.missing]
+            entry["siblings"] = list(loaded.siblings)
+            entry.update(_needs(found.elf, names))
+        entries.append(entry)
+    return {
+        "schema": 1,
+        "environment": prefix,
+        "sites": environment.sites,
+        "machine": environment.machine,
+        "python": environment.python,
+        "interpreter": numbers[id(environment.interpreter)] if environment.interpreter else None,
+        "distributions": environment.distributions,
+        "torch": {"version": process.torch_version, "cuda": process.torch_cuda} if process.torch_version else None,
+        "process": {
+            "loads": [numbers[id(found)] for found in process.order],
+            "answers": {name: numbers[id(found)] for name, found in sorted(process.names.items()) if "/" not in name},
+            "global": [numbers[id(found)] for found in process.global_scope],
+            "missing": [[m.name, numbers[id(loader.object(m.needed_by))]] for m in process.missing],
+        },
+        "runtime": [numbers[id(found)] for found in runtime],
+        "loader_cache": {"error": environment.cache_problem} if environment.cache_problem else environment.cache,
+        "files": entries,
+        "unreadable": loader.unreadable,
+        "names": names.all(),
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def _runtime_libraries(loader: Loader) -> List[Object]:
+    """Return the host's C and C++ libraries as the loader finds them."""
+    nobody = Object("/", Elf("", 0, None, (), (), (), {}, (), (), {}, None, None, None, False, ""))
+    found = [loader._find(name, (nobody,)) for name in _RUNTIME_LIBRARIES]
+    return [library for library in found if library is not None]
+
+
+def _entry(found: Object, wanted: Set[bytes], names: _Names) -> Dict:
+    elf = read_file(found.path, wanted)
+    return {
+        "path": found.path,
+        "size_bytes": elf.size_bytes,
+        "soname": elf.soname,
+        "needed": list(elf.needed),
+        "version_definitions": list(elf.version_definitions),
+        "exports": names.numbers(elf.exports),
+    }
+
+
+def _needs(elf: Elf, names: _Names) -> Dict:
+    """Return what a file leaves undefined; weak names, which may stay so, are left out."""
+    plain, versioned = [], {}
+    for symbol in elf.strong_undefined:
+        if symbol.library is None:
+            plain.append(symbol.name)
+        else:
+            versioned.setdefault(symbol.library, []).append(symbol.name)
+    return {
+        "undefined": names.numbers(plain),
+        "versioned": {library: names.numbers(found) for library, found in versioned.items()},
+        "version_needs": {library: list(versions) for library, versions in elf.version_needs.items()},
+        "has_static_tls": elf.has_static_tls,
+        "has_executable_stack": elf.has_executable_stack,
+    }
+
+
+def host_libraries() -> Dict[str, Elf]:
+    """Return this machine's C and C++ libraries, by soname. Raises ProbeError on a foreign machine."""
+    machine = _own_machine()
+    try:
+        cache = read_loader_cache(machine=machine)
+    except (OSError, ElfError):
+        cache = {}
+    found = _runtime_libraries(Loader(machine, cache))
+    return {os.path.basename(library.path): read_file(library.path) for library in found}
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    parser = argparse.ArgumentParser(description="Report what the shared objects of an environment need and offer.")
+    parser.add_argument("environment", help="virtual environment, Python installation or site-packages")
+    parser.add_argument("--json", choices=("compact", "indented"), default="compact", help="layout of the answer")
+    parser.add_argument(
+        "--wanted", metavar="FILE", help="list exports of these names too, one on a line; - reads them from stdin"
+    )
+    parser.add_argument(
+        "--library-path", default="", help="directories that LD_LIBRARY_PATH will hold, separated by colons"
+    )
+    options = parser.parse_args(arguments)
+    paths = [path for path in options.library_path.split(":") if path]
+    try:
+        document = answer(options.environment, _wanted(options.wanted), paths)
+    except (ProbeError, OSError) as problem:
+        document = {"schema": 1, "environment": options.environment, "error": str(problem)}
+    if options.json == "compact":
+        text = json.dumps(document, separators=(",", ":"))
+    else:
+        text = json.dumps(document, indent=1)
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def _wanted(path: Optional[str]) -> List[str]:
+    if path is None:
+        return []
+    return (sys.stdin.read() if path == "-" else _small_text(path)).splitlines()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
