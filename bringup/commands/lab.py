@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bringup.errors import InputError
-from bringup.lab.lab import DEFAULT_GPUS, DEFAULT_HOSTS, Lab
+from bringup.lab.lab import DEFAULT_GPUS, DEFAULT_HOSTS, Lab, remote_line
 from bringup.lab.layout import DEFAULT_STATE_DIR
 from bringup.lab.network import DEFAULT_RANGE
 from bringup.lab.shape import Trait
 
-app = typer.Typer(
-    help="Rehearsal hosts on this machine: real systemd, sshd and apt; only the silicon is simulated."
-)
+app = typer.Typer(help="Rehearsal hosts on this machine: real systemd, sshd and apt; only the silicon is simulated.")
 
 StateDir = Annotated[
     Path | None,
@@ -33,9 +30,7 @@ StateDir = Annotated[
 ]
 AddressRange = Annotated[
     str | None,
-    typer.Option(
-        "--range", help=f"Private IPv4 range of the lab ($BRINGUP_LAB_RANGE).  [default: {DEFAULT_RANGE}]"
-    ),
+    typer.Option("--range", help=f"Private IPv4 range of the lab ($BRINGUP_LAB_RANGE).  [default: {DEFAULT_RANGE}]"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 HostName = Annotated[str, typer.Argument(help="Name of a lab host, such as gpu-01.")]
@@ -101,10 +96,13 @@ def status(state_dir: StateDir = None, addresses: AddressRange = None, as_json: 
 @app.command(context_settings={"ignore_unknown_options": True})
 def ssh(
     host: HostName,
-    command: Annotated[list[str] | None, typer.Argument(help="What to run there; without it, a shell.")] = None,
-    user: Annotated[
-        str, typer.Option(help="Who to be there: root, or operator (sudo without a password).")
-    ] = "root",
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="What to run there: one word is a line for its shell, several are kept apart. None: a shell."
+        ),
+    ] = None,
+    user: Annotated[str, typer.Option(help="Who to be there: root, or operator (sudo without a password).")] = "root",
     state_dir: StateDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -116,7 +114,7 @@ def ssh(
         done = lab.run(host, command, user=user, timeout_s=None)
         _print_json("lab ssh", lab, host=host, exit_status=done.returncode, stdout=done.stdout, stderr=done.stderr)
         raise typer.Exit(done.returncode)
-    words = ["--", shlex.join(command)] if command else []
+    words = ["--", remote_line(command)] if command else []
     raise typer.Exit(subprocess.run([*lab.ssh_argv(host, user=user), *words], check=False).returncode)
 
 
@@ -133,9 +131,7 @@ def reset(host: HostName, state_dir: StateDir = None, as_json: AsJson = False) -
 
 @app.command()
 def down(
-    purge: Annotated[
-        bool, typer.Option(help="Remove the base image, the mirror's files and the keys too.")
-    ] = False,
+    purge: Annotated[bool, typer.Option(help="Remove the base image, the mirror's files and the keys too.")] = False,
     state_dir: StateDir = None,
     addresses: AddressRange = None,
     as_json: AsJson = False,
@@ -179,10 +175,14 @@ def _print_json(command: str, lab: Lab, **fields: Any) -> None:
 
 
 def _print_table(lab: Lab) -> None:
-    table = Table("host", "address", "state", "gpus", "shape", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("host", "address", "state", "gpus", "shape"):
+        table.add_column(heading, no_wrap=True)
     for name, host in lab.hosts.items():
         table.add_row(name, str(host.plan.address), host.state(), host.plan.gpus, ", ".join(host.plan.traits))
-    Console().print(table)
+    console = Console()
+    # A pipe has no width; a line broken in two is no line for grep.
+    Console(width=None if console.is_terminal else 200).print(table)
 
 
 def _tell(line: str) -> None:

@@ -66,17 +66,22 @@ def processes(groups: Sequence[Path]) -> set[int]:
     return found - {0}
 
 
-def end(groups: Sequence[Path], *, timeout_s: float = 20) -> bool:
-    """Kill every process in ``groups`` and remove them; return False when some outlived the limit."""
-    deadline = time.monotonic() + timeout_s
+def end(groups: Sequence[Path], *, last: int | None = None, timeout_s: float = 20) -> bool:
+    """Kill every process in ``groups`` and remove them; return False when some outlived the limit.
+
+    ``last`` is a parent that ends by itself when its children are gone; it is given a second to collect them, so
+    that none is left for process 1 to bury.
+    """
+    started = time.monotonic()
     while left := processes(groups):
-        send(left, signal.SIGKILL)
-        if time.monotonic() > deadline:
+        has_patience = time.monotonic() - started < 1
+        send(left - {last} if has_patience else left, signal.SIGKILL)
+        if time.monotonic() - started > timeout_s:
             return False
-        time.sleep(0.02)
+        time.sleep(0.01)
     for group in groups:
         for directory in reversed(list(_below(group))):
-            _remove(directory, deadline)
+            _remove(directory, started + timeout_s)
     return True
 
 

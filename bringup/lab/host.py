@@ -133,11 +133,9 @@ class Host:
     def stop(self) -> None:
         """End every process of the host at once, as a power cut would, and remove its network."""
         record = self._record()
-        if record is not None:
-            process.end(record.pid, record.start_ticks)
-        # Without a readable record the host's group still names every process, the supervisor first of all.
+        # Without a readable record the host's group still names every process, the supervisor among them.
         groups = record.groups if record else [top / self.plan.group for top in cgroup.hierarchies()]
-        if not cgroup.end(groups):
+        if not cgroup.end(groups, last=record.pid if record else None):
             left = ", ".join(str(pid) for pid in sorted(cgroup.processes(groups)))
             raise HostError("its processes do not end", host=self.name, why=f"process ids {left}")
         (self.directory / "supervisor.json").unlink(missing_ok=True)

@@ -13,9 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import IO
 
 from bringup.errors import InputError, LabError
 from bringup.lab import base, keychain, mount, network, service, silicon, source
@@ -24,6 +22,7 @@ from bringup.lab.host import Host, HostPlan, State
 from bringup.lab.layout import Layout, default_state_dir
 from bringup.lab.mirror import Mirror
 from bringup.lab.network import Range
+from bringup.lab.record import HostEntry, LabRecord, SshEntry
 from bringup.lab.shape import Trait
 
 DEFAULT_GPUS = "8x NVIDIA RTX PRO 6000 Blackwell Server Edition"
@@ -49,41 +48,6 @@ _TOOLS = {
 Tell = Callable[[str], None]
 
 
-class HostEntry(BaseModel):
-    """One host in ``lab.json``."""
-
-    model_config = ConfigDict(frozen=True)
-
-    address: str
-    gpus: str
-
-
-class SshEntry(BaseModel):
-    """The files in ``lab.json`` that ssh needs."""
-
-    model_config = ConfigDict(frozen=True)
-
-    key: str
-    known_hosts: str
-
-
-class LabRecord(BaseModel):
-    """``lab.json``: what inventories and tests read of a lab that is up."""
-
-    model_config = ConfigDict(frozen=True)
-
-    schema_: Literal[1] = Field(default=1, alias="schema", serialization_alias="schema")
-    range: str
-    bridge: str
-    state_dir: str
-    mirror_url: str
-    apt_key_fingerprint: str
-    apt_key_file: str
-    hosts: dict[str, HostEntry]
-    ssh: SshEntry
-    locks_dir: str
-
-
 @dataclass(frozen=True)
 class Came:
     """What ``Lab.up`` did: the hosts it made and those it only started again, and how long it took."""
@@ -102,9 +66,7 @@ class Lab:
         self._tell = tell
 
     @classmethod
-    def open(
-        cls, state_dir: Path | None = None, addresses: str | None = None, *, tell: Tell = lambda _: None
-    ) -> Lab:
+    def open(cls, state_dir: Path | None = None, addresses: str | None = None, *, tell: Tell = lambda _: None) -> Lab:
         """Return the lab of ``state_dir`` (None: ``$BRINGUP_LAB_STATE`` or the default).
 
         ``addresses`` None means the range the lab has, else ``$BRINGUP_LAB_RANGE`` or the default. Raises
@@ -147,12 +109,7 @@ class Lab:
 
     def record(self) -> LabRecord:
         """Read ``lab.json``. Raises LabError when the lab is not up."""
-        try:
-            return LabRecord.model_validate_json(self.layout.record.read_text())
-        except (OSError, ValidationError) as error:
-            raise LabError(
-                f"no lab is up in {self.layout.state_dir}", why=str(error), hint="`bringup lab up` makes one"
-            ) from None
+        return LabRecord.read(self.layout)
 
     def up(
         self,
@@ -190,8 +147,7 @@ class Lab:
                 if any(Trait.PROXY_ONLY in chosen for chosen in traits.values()):
                     service.start_proxy(self.layout, self.addresses)
                 plans = [
-                    self._plan(name, wanted[name], gpus or DEFAULT_GPUS, traits.get(name, ()), root)
-                    for name in new
+                    self._plan(name, wanted[name], gpus or DEFAULT_GPUS, traits.get(name, ()), root) for name in new
                 ]
                 self._write_known_hosts([*existing.values(), *plans])
                 self._boot([*(existing[name] for name in down), *plans], make=set(new), mirror=mirror)
@@ -271,7 +227,7 @@ class Lab:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host over ssh and return status, stdout and stderr as they are (255: ssh failed)."""
         return subprocess.run(
-            [*self.ssh_argv(name, user=user), "--", shlex.join(argv)],
+            [*self.ssh_argv(name, user=user), "--", remote_line(argv)],
             input=input_text,
             capture_output=True,
             text=True,
@@ -286,9 +242,7 @@ class Lab:
         """Run a command in a host's namespaces from the controller: no session, and the cable may be pulled."""
         leader = self.host(name).leader()
         if leader is None:
-            raise LabError(
-                f"{name} does not run", hint=f"`bringup lab up` starts it; see {self.layout.host(name)}"
-            )
+            raise LabError(f"{name} does not run", hint=f"`bringup lab up` starts it; see {self.layout.host(name)}")
         into = [
             "nsenter",
             "--target",
@@ -340,7 +294,7 @@ class Lab:
                 f"a variant is given for {', '.join(strangers)}", why=f"the lab will have {', '.join(wanted)}"
             )
 
-    def _prepare(self, *, needs_base: bool) -> tuple[Path | None, Mirror | None]:
+    def _prepare(self, *, needs_base: bool) -> tuple[Path | None, Mirror]:
         """Make the base image and the mirror's files side by side, each on one processor."""
         release = source.codename()
         with ThreadPoolExecutor() as pool:
@@ -412,24 +366,21 @@ class Lab:
     def _write_known_hosts(self, hosts: Sequence[Host]) -> None:
         keychain.write_known_hosts(self.layout, {host.name: str(host.plan.address) for host in hosts})
 
-    def _write_record(self, mirror: Mirror | None) -> None:
-        record = LabRecord(
+    def _write_record(self, mirror: Mirror) -> None:
+        LabRecord(
             range=str(self.addresses),
             bridge=self.addresses.bridge,
             state_dir=str(self.layout.state_dir),
-            mirror_url=mirror.url if mirror else "",
-            apt_key_fingerprint=mirror.key_fingerprint if mirror else "",
-            apt_key_file=str(mirror.key_file) if mirror else "",
+            mirror_url=mirror.url,
+            apt_key_fingerprint=mirror.key_fingerprint,
+            apt_key_file=str(mirror.key_file),
             hosts={
                 name: HostEntry(address=str(host.plan.address), gpus=host.plan.gpus)
                 for name, host in self.hosts.items()
             },
             ssh=SshEntry(key=str(self.layout.client_key), known_hosts=str(self.layout.known_hosts)),
             locks_dir=str(self.layout.locks),
-        )
-        fresh = self.layout.record.with_suffix(".new")
-        fresh.write_text(record.model_dump_json(by_alias=True, indent=1) + "\n")
-        fresh.replace(self.layout.record)
+        ).write(self.layout.record)
 
     @contextmanager
     def _changing(self) -> Iterator[IO[str]]:
@@ -456,6 +407,11 @@ class Lab:
                     has_told = True
                 time.sleep(0.1)
             yield lock
+
+
+def remote_line(argv: Sequence[str]) -> str:
+    """Return what ssh hands to the remote shell: one word is a line for that shell, several are kept apart."""
+    return argv[0] if len(argv) == 1 else shlex.join(argv)
 
 
 def require_tools() -> None:

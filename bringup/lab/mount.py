@@ -52,8 +52,6 @@ def release(directory: Path, *, timeout_s: float = 5) -> None:
     while points := below(directory):
         last = [subprocess.run(["umount", str(point)], capture_output=True, text=True) for point in points]
         if time.monotonic() > deadline and (busy := below(directory)):
-            raise LabError(
-                f"cannot unmount {busy[0]}", why=last[-1].stderr.strip(), hint=f"see `fuser -vm {busy[0]}`"
-            )
+            raise LabError(f"cannot unmount {busy[0]}", why=last[-1].stderr.strip(), hint=f"see `fuser -vm {busy[0]}`")
         if below(directory):
             time.sleep(0.05)

@@ -19,19 +19,15 @@ MIRROR_PORT = 8087
 HAS_SILICON = (paths.files() / "lab" / "silicon.py").exists()
 
 
-def build_mirror(layout: Layout, addresses: Range, codename: str, tell: Callable[[str], None]) -> Mirror | None:
+def build_mirror(layout: Layout, addresses: Range, codename: str, tell: Callable[[str], None]) -> Mirror:
     """Make the files that the mirror serves, unless they are there."""
     url = f"http://{addresses.controller}:{MIRROR_PORT}"
-    try:
-        return mirror.build(layout.state_dir, codename=codename, url=url, progress=tell)
-    except NotImplementedError:
-        tell("mirror: not served, its wheels cannot be built yet")
-        return None
+    return mirror.build(layout.state_dir, codename=codename, url=url, progress=tell)
 
 
-def start_mirror(layout: Layout, addresses: Range, built: Mirror | None) -> None:
+def start_mirror(layout: Layout, addresses: Range, built: Mirror) -> None:
     """Serve the mirror on the bridge, unless it is served already."""
-    if built is None or mirror_is_up(layout):
+    if mirror_is_up(layout):
         return
     server = mirror.serve(built, str(addresses.controller), MIRROR_PORT)
     _save(layout.server, server.pid)
