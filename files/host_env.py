@@ -3,6 +3,7 @@
 
 Usage:
   host_env.py look UV MINOR              what is here: uv, interpreters of that minor (reads only)
+  host_env.py check ENV [--deep]         how a complete environment differs from its marker (reads only)
   host_env.py heal ORDER ENV [--deep]    evict from the cache what differs from RECORD in ENV, taint its sharers
   host_env.py create ORDER               remove unfinished environments, make the new one
   host_env.py install ORDER STEP         one uv call per index of the step
@@ -71,6 +72,7 @@ def parser():
     commands = top.add_subparsers(dest="command", required=True)
     for name, arguments in (
         ("look", ["uv", "minor"]),
+        ("check", ["env"]),
         ("heal", ["order", "env"]),
         ("create", ["order"]),
         ("install", ["order", "step"]),
@@ -83,7 +85,7 @@ def parser():
         one = commands.add_parser(name)
         for argument in arguments:
             one.add_argument(argument)
-        if name == "heal":
+        if name in ("check", "heal"):
             one.add_argument("--deep", action="store_true")
         if name == "collect":
             one.add_argument("--keep", type=int, required=True)
@@ -324,6 +326,22 @@ def interpreters(minor):
     return [{"path": seen["path"], "version": seen["version"]} for seen in found]
 
 
+def check(args):
+    """Print which distributions of a complete environment are not what its marker says."""
+    marker, site = read_json(os.path.join(args.env, MARKER)), site_of(args.env)
+    if not isinstance(marker, dict) or site is None:
+        raise Failure("%s is not a complete environment" % args.env)
+    recorded, found = marker.get("files_fingerprint") or {}, snapshot_of(site)
+    differing = {name for name, seen in found.items() if recorded.get(name) != seen["fingerprint"]}
+    differing |= set(recorded) - set(found)
+    if args.deep:
+        whole = [name for name, seen in found.items() if seen["fingerprint"] is not None]
+        differing |= set(unlike_record(site, whole))
+    python = os.path.join(args.env, "bin", "python")
+    answer = {"differing": sorted(differing), "has_interpreter": os.access(os.path.realpath(python), os.X_OK)}
+    sys.stdout.write(json.dumps(answer, sort_keys=True) + "\n")
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Damage: what must not come back out of the cache.
 
@@ -531,7 +549,7 @@ def install(args):
         if status != 0:
             break
     added = [name for name in distributions(site) if name not in before]
-    unlike, healed, tainted = unlike_record(site, added), [], []
+    unlike, healed, tainted, misrecorded = unlike_record(site, added), [], [], {}
     if unlike and all(call["status"] == 0 for call in calls):
         # Somebody wrote into a file of another environment, and with it into the cache: fetch it anew, once.
         healed = sorted(unlike)
@@ -542,6 +560,11 @@ def install(args):
                 extra = [part for name in names for part in ("--reinstall-package", name)]
                 status, output = install_call(order, call, credentials, extra)
                 calls.append({"index": call["index"], "status": status, "output": output})
+        misrecorded = {name: [file["path"] for file in files] for name, files in unlike_record(site, added).items()}
+        if misrecorded and calls[-1]["status"] == 0:
+            # Fresh from a wheel with the locked hash: the bytes are right, and the wheel's own RECORD is wrong.
+            for name, paths in misrecorded.items():
+                rewrite_record(site, distributions(site)[name][1], paths)
         unlike = unlike_record(site, added)
     after = snapshot_of(site)
     note(
@@ -557,6 +580,7 @@ def install(args):
         unlike=unlike,
         healed=healed,
         tainted=tainted,
+        misrecorded=misrecorded,
         seconds=round(time.time() - started, 3),
     )
 
@@ -705,7 +729,7 @@ def apply_patch(env, site, one):
     # Every hash is right, so nothing is left half patched. Write and rename: the old inode may be the cache's.
     for full, new in written.values():
         replace(full, new, stat.S_IMODE(os.stat(full).st_mode))
-    rewrite_record(site, info, {path: new for path, (_, new) in written.items()})
+    rewrite_record(site, info, list(written))
     sources = [full for full, _ in written.values() if full.endswith(".py")]
     if sources:
         argv = [os.path.join(env, "bin", "python"), "-I", "-m", "compileall", "-q", "-f", *sources]
@@ -721,19 +745,22 @@ def inside(site, path):
     return full
 
 
-def rewrite_record(site, info, contents):
-    """Put the new hashes and sizes into RECORD, so that it stays true."""
-    path = os.path.join(site, info, "RECORD")
-    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+def rewrite_record(site, info, paths):
+    """Put the hashes and sizes of these files into RECORD as they are now; a file that is not there loses its row."""
+    record = os.path.join(site, info, "RECORD")
+    with open(record, encoding="utf-8", errors="surrogateescape", newline="") as file:
         rows = list(csv.reader(file))
+    kept = []
     for row in rows:
-        if row and row[0] in contents:
-            new = contents[row[0]]
-            digest = base64.urlsafe_b64encode(hashlib.sha256(new).digest()).rstrip(b"=").decode()
-            row[1:] = ["sha256=" + digest, str(len(new))]
+        full = os.path.join(site, row[0]) if row else ""
+        if row and row[0] in paths:
+            if not os.path.exists(full):
+                continue
+            row = [row[0], file_hash(full), str(os.path.getsize(full))]
+        kept.append(row)
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    replace(path, text.getvalue().encode("utf-8", "surrogateescape"), 0o644)
+    csv.writer(text, lineterminator="\n").writerows(kept)
+    replace(record, text.getvalue().encode("utf-8", "surrogateescape"), 0o644)
 
 
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
@@ -800,9 +827,7 @@ def collect(args):
     """Remove all but the newest KEEP unprotected environments, leaving alone what any process uses."""
     envs = os.path.join(args.home, "envs")
     current = os.path.basename(os.path.realpath(os.path.join(args.home, "current")))
-    old = [
-        path for path in complete_environments(args.home) if os.path.basename(path) not in [current, *args.protect]
-    ]
+    old = [path for path in complete_environments(args.home) if os.path.basename(path) not in [current, *args.protect]]
     old.sort(key=lambda path: (read_json(os.path.join(path, MARKER)) or {}).get("built_at_s") or 0)
     removable = old[: len(old) - args.keep] if args.keep < len(old) else []
     busy = in_use(envs) if removable else set()
@@ -848,6 +873,7 @@ def in_use(envs):
 
 COMMANDS = {
     "look": look,
+    "check": check,
     "heal": heal,
     "create": create,
     "install": install,
