@@ -37,6 +37,8 @@ _SONAME = re.compile(r"lib[A-Za-z0-9_+.-]+\.so(\.\d+)*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# What someone put there by mistake is shown back to them, but never a password.
+_SECRET_URL = re.compile(r"\w+://[^/]*@")
 
 
 def _matching(pattern: re.Pattern[str], what: str) -> AfterValidator:
@@ -128,9 +130,7 @@ class Index(_Model):
 
     name: Name
     url: str
-    credentials: Annotated[str, _matching(re.compile(r"(env|file):.+"), "env:NAME or file:PATH")] | None = (
-        None
-    )
+    credentials: Annotated[str, _matching(re.compile(r"(env|file):.+"), "env:NAME or file:PATH")] | None = None
 
     @field_validator("url")
     @classmethod
@@ -198,9 +198,7 @@ class Python(_Model):
     @property
     def existing(self) -> str | None:
         """Return the path of an existing environment, or None when bringup builds one."""
-        return (
-            self.interpreter.removeprefix("existing:") if self.interpreter.startswith("existing:") else None
-        )
+        return self.interpreter.removeprefix("existing:") if self.interpreter.startswith("existing:") else None
 
     @property
     def cuda_label(self) -> str:
@@ -222,8 +220,7 @@ class Python(_Model):
             for index in (step.index, *step.sources.values()):
                 if index not in known:
                     raise ValueError(
-                        f"step {step.name}: wanted one of the indexes {', '.join(sorted(known))}, "
-                        f"found {index}"
+                        f"step {step.name}: wanted one of the indexes {', '.join(sorted(known))}, found {index}"
                     )
         return self
 
@@ -231,9 +228,7 @@ class Python(_Model):
 class Service(_Model):
     """What a serving process gets: variables, and the units restarted under the drain hook after a switch."""
 
-    environment: Mapping[Annotated[str, _matching(_VARIABLE, "a variable name")], str] = Field(
-        default_factory=dict
-    )
+    environment: Mapping[Annotated[str, _matching(_VARIABLE, "a variable name")], str] = Field(default_factory=dict)
     restart: tuple[str, ...] = ()
 
 
@@ -313,9 +308,7 @@ class LockedPackages(_Model):
     resolved_against: Literal["index", "lab"]
     driver: tuple[LockedPackage, ...] = ()
     fabric: Mapping[Literal["nvswitch", "nvlink5"], tuple[LockedPackage, ...]] = Field(default_factory=dict)
-    toolkits: Mapping[ToolkitVersion, tuple[LockedPackage, ...]] = Field(
-        default_factory=dict, alias="toolkit"
-    )
+    toolkits: Mapping[ToolkitVersion, tuple[LockedPackage, ...]] = Field(default_factory=dict, alias="toolkit")
 
 
 class Lock(_Model):
@@ -352,8 +345,7 @@ class Stack(_Model):
         for soname, toolkit in self.linker.items():
             if toolkit not in self.cuda.toolkits:
                 raise ValueError(
-                    f"linker.{soname}: wanted one of cuda.toolkits "
-                    f"({', '.join(self.cuda.toolkits)}), found {toolkit}"
+                    f"linker.{soname}: wanted one of cuda.toolkits ({', '.join(self.cuda.toolkits)}), found {toolkit}"
                 )
         return self
 
@@ -437,9 +429,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"cannot read {path}", why=str(error), hint="name a stack or the path of its file"
-        ) from None
+        raise InputError(f"cannot read {path}", why=str(error), hint="name a stack or the path of its file") from None
 
 
 def _toml(text: str, source: str) -> dict[str, Any]:
@@ -457,17 +447,28 @@ def _validated(model: type[M], document: Mapping[str, Any], source: str) -> M:
 
 
 def _explained(error: ValidationError) -> Iterator[str]:
-    for problem in error.errors(include_url=False):
+    problems = error.errors(include_url=False)
+    for problem in problems:
+        if problem["type"] == "too_short" and any(_is_below(other["loc"], problem["loc"]) for other in problems):
+            continue  # it is short because what stands there was refused
         key = ""
         for part in problem["loc"]:
-            key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
+            if part != "[key]":  # pydantic's word for: the key itself is wrong, not its value
+                key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
         message = problem["msg"].removeprefix("Value error, ")
         found = problem["input"]
-        shown = f", found {found!r}" if isinstance(found, str | int | float | bool) else ""
+        is_secret = problem["loc"][-1:] == ("credentials",) or _SECRET_URL.match(str(found)) is not None
+        shown = f", found {found!r}" if isinstance(found, str | int | float | bool) and not is_secret else ""
         match problem["type"]:
             case "missing":
                 yield f"missing required value in '{key}'"
             case "extra_forbidden":
                 yield f"unknown key '{key}'"
+            case "too_short":
+                yield f"'{key}': wanted at least {problem['ctx']['min_length']}, found {problem['ctx']['actual_length']}"
             case _:
                 yield f"'{key}': {message}{shown}" if key else message
+
+
+def _is_below(inner: tuple[int | str, ...], outer: tuple[int | str, ...]) -> bool:
+    return len(inner) > len(outer) and inner[: len(outer)] == outer
