@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bringup.errors import InputError
+from bringup import locking
+from bringup.commands.lock import stack_path
+from bringup.errors import InputError, LabError
 from bringup.lab.lab import DEFAULT_GPUS, DEFAULT_HOSTS, Lab, remote_line
 from bringup.lab.layout import DEFAULT_STATE_DIR
 from bringup.lab.network import DEFAULT_RANGE
+from bringup.lab.record import LabRecord
 from bringup.lab.shape import Trait
+from bringup.locking.rehearsal import LabLock
+from bringup.stack import load_stack
 
 app = typer.Typer(help="Rehearsal hosts on this machine: real systemd, sshd and apt; only the silicon is simulated.")
+
+LOOK_ALIKE_STACKS = ("lab", "sglang-0.5.9-cu130")
+"""Stacks whose wheels this machine makes, so that their locks are this lab's and not committed."""
 
 StateDir = Annotated[
     Path | None,
@@ -50,14 +59,23 @@ def up(
             help="Shape of one new host, HOST=TRAIT[,TRAIT]; traits: " + ", ".join(Trait), metavar="HOST=TRAIT"
         ),
     ] = None,
+    stack: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Stack, by name or path, to make ready besides the look-alike ones: locked against the lab's mirror, "
+            "its wheels fetched into it. May be repeated.",
+            metavar="STACK",
+        ),
+    ] = None,
     state_dir: StateDir = None,
     addresses: AddressRange = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring the lab up: base image, package mirror, network, hosts. What runs already is left alone."""
+    """Bring the lab up: base image, package mirror, network, hosts, locks. What runs already is left alone."""
     lab = Lab.open(state_dir, addresses, tell=_tell)
     came = lab.up(hosts, gpus, dict(_parse_variant(text) for text in variant or []))
     record = lab.record()
+    locks = {name: _make_ready(name, lab, record) for name in dict.fromkeys((*LOOK_ALIKE_STACKS, *(stack or ())))}
     if as_json:
         _print_json(
             "lab up",
@@ -66,11 +84,13 @@ def up(
             started=came.started,
             seconds=round(came.seconds, 2),
             mirror_url=record.mirror_url,
+            locks={name: str(made.path) for name, made in locks.items()},
             hosts=_hosts(lab),
         )
         return
     changed = [f"made {', '.join(came.made)}"] if came.made else []
     changed += [f"started {', '.join(came.started)}"] if came.started else []
+    changed += [f"locked {name}" for name, made in locks.items() if made.changed]
     print(f"lab is up in {came.seconds:.1f} s: {'; '.join(changed) or 'nothing to do'}")
     _print_table(lab)
 
@@ -143,6 +163,36 @@ def down(
         _print_json("lab down", lab, removed=removed)
     else:
         print(f"lab is down: {', '.join(removed) or 'there was no host'}")
+
+
+def _make_ready(name: str, lab: Lab, record: LabRecord) -> LabLock:
+    """Lock one stack against this lab's mirror, and let the mirror serve every wheel that the lock names."""
+    path = stack_path(name)
+    made = locking.lock_for_lab(
+        path,
+        lab.layout.state_dir,
+        record.mirror_url,
+        key_file=Path(record.apt_key_file),
+        key_fingerprint=record.apt_key_fingerprint,
+        say=_tell,
+    )
+    if made.findings:
+        found = made.findings[0]
+        raise LabError(
+            f"stack {name} cannot be locked against the lab's mirror",
+            why=f"{found.code}: {found.cause}",
+            hint=f"{found.remedy} (`bringup lock {name} --lab {lab.layout.state_dir}` shows all findings)",
+        )
+    committed = load_stack(path)
+    if committed.lock and committed.lock.wheels:
+        locking.fetch_into_mirror(
+            committed.lock,
+            lab.layout.mirror,
+            platform=f"cp{committed.python.interpreter.replace('.', '')}-{platform.machine()}",
+            sources=locking.Sources.of(committed.python.indexes),
+            say=_tell,
+        )
+    return made
 
 
 def _parse_variant(text: str) -> tuple[str, tuple[Trait, ...]]:

@@ -78,7 +78,7 @@ def inventory(state_dir: Path | None = None) -> tuple[list[tuple[str, dict[str, 
         "ssh_known_hosts_file": record.ssh.known_hosts,
         "bringup_apt_key": record.apt_key_file,
         "bringup_apt_key_fingerprint": record.apt_key_fingerprint,
-        "bringup_apt_url": f"{record.mirror_url}/apt",
+        "bringup_apt_url": f"{record.mirror_url}/apt/debian12/x86_64/",
         "bringup_indexes": {name: f"{record.mirror_url}/wheels/{name}/simple/" for name in indexes},
         "bringup_lock": record.locks_dir,
     }
