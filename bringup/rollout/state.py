@@ -61,6 +61,7 @@ _LEADS_TO: Mapping[tuple[Step, bool], Phase] = {
     ("rollback", False): "stuck",
 }
 _UNDRAINED: Mapping[Phase, Phase] = {
+    "prepared": "prepared",
     "drained": "prepared",
     "drain_failed": "skipped",
     "rolled_back": "reverted",
@@ -75,7 +76,8 @@ class HostState:
     """Say how far a host has come in this pass.
 
     ``doing`` is the step that was begun and has not ended. ``in_doubt``: its controller died during the
-    cutover, so the host must be inspected before anything else. ``since_s``: when ``phase`` was reached.
+    drain, the cutover or the return to service, so that step may or may not have had its effect.
+    ``since_s``: when ``phase`` was reached.
     """
 
     phase: Phase = "waiting"
@@ -93,9 +95,10 @@ class Rollout:
     """Be the state of a rollout. Made by ``replay`` and ``advance`` only.
 
     ``wave`` is the open wave, empty between waves; ``wave_number`` counts the waves opened in this pass, and
-    ``planned_at`` is the planned wave whose hosts are next. ``pinned`` are the hosts that were rolled back
-    from ``digest``. ``halt`` says why it stopped. ``waiting`` counts the hosts still to be prepared,
-    ``undecided`` those of the open wave that may still pass or fail.
+    ``planned_at`` is the planned wave whose hosts are next. ``stuck`` are the hosts that a failure left out
+    of service, ``pinned`` those that were rolled back from ``digest``. ``halt`` says why it stopped.
+    ``waiting`` counts the hosts still to be prepared, ``undecided`` those of the open wave that may still
+    pass or fail.
     """
 
     id: str
@@ -265,11 +268,18 @@ def _end(rollout: Rollout, ended: StepEnded, states: dict[str, HostState]) -> Ro
         waiting=rollout.waiting - (step == "prepare"),
         undecided=rollout.undecided - (is_now_decided and host in rollout.wave),
         unreachable=rollout.unreachable | {host} if ended.is_unreachable else rollout.unreachable - {host},
-        stuck=rollout.stuck | {host} if phase == "stuck" else rollout.stuck,
+        stuck=_stuck_after(rollout.stuck, host, ended.step, phase),
         pinned=rollout.pinned | {host} if phase == "rolled_back" else rollout.pinned,
         is_wave_failed=rollout.is_wave_failed or failed_cutover,
         halt=rollout.halt or (told if failed_cutover or phase in ("drain_failed", "stuck") else None),
     )
+
+
+def _stuck_after(stuck: frozenset[str], host: str, step: Step, phase: Phase) -> frozenset[str]:
+    # A host that is tried again after a resume is still out of service until an undrain went well.
+    if phase == "stuck":
+        return stuck | {host}
+    return stuck - {host} if step == "undrain" else stuck
 
 
 def _phase_after(phase: Phase, ended: StepEnded) -> Phase:
@@ -322,31 +332,61 @@ def _open(rollout: Rollout, opened: WaveOpened, states: dict[str, HostState]) ->
 def _resume(rollout: Rollout, resumed: Resumed, states: dict[str, HostState]) -> Rollout:
     if refusal := rollout.resume_refusal(resumed.digest, is_unpinned=resumed.is_unpinned):
         raise ValueError(refusal)
-    was_over = rollout.is_over
+    rollout = _leave_out(rollout, resumed.without, states)
     is_new = resumed.digest != rollout.digest and not rollout.wave
+    is_again = is_new or rollout.is_over
     for name, state in states.items():
-        if is_new or (was_over and state.phase in FAILED):
+        if is_new or (is_again and state.phase in FAILED):
             states[name] = _WAITING
         elif state.doing is not None:
-            in_doubt = state.doing == "cutover" or (state.doing == "inspect" and state.in_doubt)
+            undrained = state.doing == "undrain" and state.phase == "passed"
+            in_doubt = state.in_doubt or state.doing in ("drain", "cutover") or undrained
             states[name] = replace(state, doing=None, in_doubt=in_doubt)
     rollout = replace(
         rollout,
         waiting=sum(state.phase == "waiting" for state in states.values()),
         is_observed=False,
-        pinned=frozenset() if resumed.is_unpinned else rollout.pinned,
+        pinned=frozenset() if is_new or resumed.is_unpinned else rollout.pinned,
     )
     if resumed.digest != rollout.digest and rollout.wave:
         # What a wave was begun with no longer exists, so the wave is undone before the new digest may begin.
         why = "the stack was changed while a wave was open"
         return replace(rollout, is_wave_failed=True, halt=rollout.halt or why)
     if is_new:
-        rollout = replace(rollout, digest=resumed.digest, pass_at=0, wave_number=0, pinned=frozenset())
-    if is_new or was_over:
-        rollout = replace(
-            rollout, status="running", halt=None, planned_at=0, unreachable=frozenset(), stuck=frozenset()
-        )
+        rollout = replace(rollout, digest=resumed.digest, pass_at=0, wave_number=0)
+    if is_again:
+        rollout = replace(rollout, status="running", halt=None, planned_at=0, unreachable=frozenset())
+        rollout = _stuck_first(rollout)
     return rollout
+
+
+def _leave_out(rollout: Rollout, names: Iterable[str], states: dict[str, HostState]) -> Rollout:
+    out = frozenset(names)
+    if not out:
+        return rollout
+    if rollout.wave or not out < states.keys():
+        raise ValueError(f"rollout {rollout.id} cannot go on without {', '.join(sorted(out, key=natural))}")
+    for name in out:
+        del states[name]
+    rest = (tuple(name for name in wave if name not in out) for wave in rollout.waves)
+    return replace(
+        rollout,
+        hosts=tuple(host for host in rollout.hosts if host.name not in out),
+        waves=tuple(wave for wave in rest if wave),
+        planned_at=0,
+        unreachable=rollout.unreachable - out,
+        stuck=rollout.stuck - out,
+        pinned=rollout.pinned - out,
+    )
+
+
+def _stuck_first(rollout: Rollout) -> Rollout:
+    """Put the hosts that are out of service into the first wave: nothing is lost by trying them first."""
+    if not rollout.stuck:
+        return rollout
+    stuck = tuple(sorted(rollout.stuck, key=natural))
+    rest = (tuple(name for name in wave if name not in rollout.stuck) for wave in rollout.waves)
+    return replace(rollout, waves=(stuck, *(wave for wave in rest if wave)))
 
 
 def _settle(rollout: Rollout, states: dict[str, HostState]) -> Rollout:
@@ -383,7 +423,7 @@ def _settle(rollout: Rollout, states: dict[str, HostState]) -> Rollout:
 def _is_settled(state: HostState, *, is_stopping: bool) -> bool:
     if state.doing is not None:
         return False
-    return state.phase in SETTLED or (state.phase == "prepared" and is_stopping)
+    return state.phase in SETTLED or (state.phase == "prepared" and is_stopping and not state.in_doubt)
 
 
 def _is_decided(phase: Phase) -> bool:
@@ -400,7 +440,9 @@ def step_for(rollout: Rollout, host: str, state: HostState) -> Step | None:
     can_roll_back = rollout.current_pass == "environment"
     match state.phase:
         case "prepared":
-            return None if is_stopping else "drain"
+            if is_stopping:
+                return "undrain" if state.in_doubt else None
+            return "drain"
         case "drained" if state.in_doubt:
             return "inspect"
         case "drained":
@@ -409,16 +451,23 @@ def step_for(rollout: Rollout, host: str, state: HostState) -> Step | None:
             return "rollback" if rollout.is_wave_failed and can_roll_back else "gate"
         case "cutover_failed" | "gate_failed":
             return "rollback"
-        case "passed" if rollout.is_wave_failed:
+        case "passed" if rollout.is_wave_failed and not state.in_doubt:
             return "rollback" if can_roll_back else "undrain"
         case "passed":
             # A wave is judged as a whole: while one of its hosts may still fail, none returns to service,
             # so that undoing the wave never needs a second drain.
-            return "undrain" if rollout.undecided == 0 else None
+            return "undrain" if state.in_doubt or _is_wave_decided(rollout) else None
         case "drain_failed" | "rolled_back":
             return "undrain"
         case _:
             return None
+
+
+def _is_wave_decided(rollout: Rollout) -> bool:
+    if rollout.status != "aborting":
+        return rollout.undecided == 0
+    phases = (rollout.states[name].phase for name in rollout.wave)
+    return all(phase == "prepared" or _is_decided(phase) for phase in phases)
 
 
 def _state(states: Mapping[str, HostState], host: str) -> HostState:

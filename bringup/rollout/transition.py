@@ -114,13 +114,15 @@ class Resumed:
 
     Another ``digest`` than before means that the stack was changed: every host then starts again, the canary
     first. Where a wave is open it is undone first, and another ``Resumed`` is needed after that.
-    ``is_unpinned``: no host has a pin on this digest any more.
+    ``is_unpinned``: no host has a pin on this digest any more. ``without``: hosts that are left out from now
+    on, and from every denominator.
     """
 
     time_s: float
     who: str
     digest: str
     is_unpinned: bool = False
+    without: tuple[str, ...] = ()
     kind: Literal["resumed"] = "resumed"
 
 

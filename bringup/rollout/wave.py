@@ -81,34 +81,42 @@ class Room:
         self._limits = limits
         self._sizes = sizes
         missing = [by_name[name] for name in set(unavailable) if by_name[name].has_gpus]
-        self.total = limits.unavailable.of(len(gpu_hosts)) - len(missing)
+        self._missing = {host.name for host in missing}
+        self._total = limits.unavailable.of(len(gpu_hosts)) - len(missing)
         self._used = Counter(host.domain for host in missing)
         self._touched: set[str] = set()
 
     def take(self, name: str) -> bool:
-        """Take one host out if every limit allows it, and say whether it was taken."""
+        """Take one host out if every limit allows it, and say whether it was taken.
+
+        A host that is out of service already takes no room.
+        """
         domain = self._domain_of[name]
-        if self.total < 1:
+        if self.opens_domain_too_many(name):
             return False
-        if domain is not None:
-            if self._limits.per_domain is not None:
-                allowed = self._limits.per_domain.of(self._sizes[domain])
-                if self._used[domain] >= allowed:
-                    return False
-            if self.opens_domain_too_many(name):
+        if name not in self._missing:
+            if self._total < 1 or self._is_domain_full(domain):
                 return False
+            self._used[domain] += 1
+            self._total -= 1
+        if domain is not None:
             self._touched.add(domain)
-        self._used[domain] += 1
-        self.total -= 1
         return True
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether no further host can be taken, whichever it is."""
+        return self._total < 1 and not self._missing
+
+    def _is_domain_full(self, domain: str | None) -> bool:
+        limit = self._limits.per_domain
+        return limit is not None and domain is not None and self._used[domain] >= limit.of(self._sizes[domain])
 
     def opens_domain_too_many(self, name: str) -> bool:
         """Return whether taking this host would touch more domains than one wave may."""
         domain = self._domain_of[name]
         most = self._limits.domains_at_once
-        return (
-            most is not None and domain is not None and domain not in self._touched and len(self._touched) >= most
-        )
+        return most is not None and domain is not None and domain not in self._touched and len(self._touched) >= most
 
 
 def plan_waves(
@@ -159,12 +167,14 @@ def plan_waves(
 def next_wave(rest: deque[str], size: int, room: Room) -> Wave:
     wave: list[str] = []
     passed_over: list[str] = []
-    while rest and len(wave) < size and room.total > 0:
+    while rest and len(wave) < size:
         name = rest.popleft()
         if room.take(name):
             wave.append(name)
             continue
         passed_over.append(name)
+        if room.is_full:
+            break
         # Under domains_at_once hosts are sorted by domain, so nothing further on can fit either.
         if room.opens_domain_too_many(name):
             break
@@ -183,6 +193,7 @@ def _in_order(hosts: Sequence[RolloutHost], first: Sequence[str], *, by_domain: 
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sort key that puts ``gpu-2`` before ``gpu-10``; different names never compare equal."""
     parts = re.findall(r"[0-9]+|[^0-9]+", name)
     numbered = tuple((0, int(p), p) if p.isascii() and p.isdigit() else (1, 0, p) for p in parts)
     return (*numbered, (-1, 0, name))
