@@ -45,8 +45,8 @@ RUN_ID = os.environ.get("BRINGUP_RUN_ID") or uuid.uuid4().hex[:12]
 class Settings(BaseModel):
     """What an inventory may say about a host besides how to reach it: its data keys ``bringup_*``.
 
-    ``lock`` None means the lock beside the stack. ``indexes`` replaces index URLs by name (a site mirror);
-    ``apt_url`` and ``apt_key`` likewise for NVIDIA's repository, ``apt_key`` being the path of a key file on
+    ``lock`` None means the lock beside the stack; a directory holds one per stack. ``indexes``
+    replaces index URLs by name (a site mirror); ``apt_url`` and ``apt_key`` likewise for NVIDIA's repository, ``apt_key`` being the path of a key file on
     the controller. ``drain`` and ``undrain`` are commands run on the controller. ``only`` None means all steps.
     The keys from ``only`` on are options of one run; the command line sets them.
     """
@@ -91,8 +91,8 @@ class Script(FactBase[str]):
         return ""
 
     @override
-    def command(self, name: str, *arguments: str, python: str = "python3") -> StringCommand:
-        return script_command(name, *arguments, python=python)
+    def command(self, script: str, arguments: tuple[str, ...] = (), python: str = "python3") -> StringCommand:
+        return script_command(script, *arguments, python=python)
 
     @override
     def process(self, output: list[str]) -> str:
@@ -170,7 +170,7 @@ def _probe(host: Host) -> tuple[HostState | None, str]:
     try:
         stack = wanted(host)
         parameters = host_state.probe_parameters(stack, deep=settings(host).deep)
-        output = host.get_fact(Script, "host_probe", json.dumps(parameters, separators=(",", ":")))
+        output = host.get_fact(Script, "host_probe", (json.dumps(parameters, separators=(",", ":")),))
         state = host_state.parse(answer(output), host=host.name)
     except InputError:
         raise
@@ -244,7 +244,8 @@ def site(host: Host) -> Site:
 def stack_named(name_or_path: str, lock: str | None = None) -> Stack:
     """Return a stack by the name of a shipped one or by path, with its lock.
 
-    ``lock`` None means the lock beside the stack. Raises InputError when there is no such stack.
+    ``lock`` None means the lock beside the stack; a directory holds ``NAME.lock.toml``.
+    Raises InputError when there is no such stack.
     """
     path = Path(name_or_path)
     if not name_or_path.endswith(".toml"):
@@ -257,7 +258,10 @@ def stack_named(name_or_path: str, lock: str | None = None) -> Stack:
                 f"no stack is called {name_or_path!r}",
                 hint=f"bringup ships {', '.join(shipped)}; or name the path of a .toml file",
             )
-    return load_stack(path, lock_path=Path(lock) if lock else None)
+    lock_path = Path(lock) if lock else None
+    if lock_path is not None and lock_path.is_dir():
+        lock_path = lock_path / f"{path.stem}.lock.toml"
+    return load_stack(path, lock_path=lock_path)
 
 
 def listen(listener: Callable[[str, str, Mapping[str, Any]], None]) -> None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 import gevent
 import pyinfra
@@ -34,10 +34,11 @@ from pyinfra.context import ctx_config, ctx_host, ctx_inventory, ctx_state
 from pyinfra_cli.inventory import make_inventory
 from pyinfra_cli.util import exec_file
 
-from bringup import drift, facts, paths
+from bringup import drift, facts, paths, ssh
 from bringup.errors import BringupError, InputError
 from bringup.finding import Finding
 from bringup.findings import all_findings
+from bringup.host_state import HostState, Unknown
 from bringup.report import events
 from bringup.report.results import (
     BackendResult,
@@ -50,6 +51,8 @@ from bringup.report.results import (
     StepStatus,
     VerificationResult,
 )
+from bringup.stack import Stack
+from bringup.wanted import Site
 
 Command = Literal["plan", "apply", "verify", "drift", "rollback", "describe"]
 
@@ -262,10 +265,10 @@ class Worker:
         if state is None:
             return
         stack = facts.wanted(host)
-        for found in drift.diff(stack, state):
+        for found in drift.diff(stack, state, facts.site(host)):
             difference = DifferenceResult(path=found.path, wanted=found.wanted, found=found.found)
             self._write(events.DifferenceSeen(**self._common(host.name), difference=difference))
-        for finding in all_findings(stack, state, now_s=time.time()):
+        for finding in all_findings(stack, state, now_s=time.time(), site=facts.site(host)):
             self.told(host.name, "finding", finding.as_json())
 
     def _must_act(self, host: Host) -> bool:
@@ -282,8 +285,8 @@ class Worker:
         return bool(
             chosen.force
             or chosen.deep
-            or drift.diff(stack, state)
-            or (drift.verification_state(stack, state) == "stale" and not drift.gpus_in_use(state))
+            or drift.diff(stack, state, facts.site(host))
+            or (drift.verification_state(stack, state, facts.site(host)) == "stale" and not drift.gpus_in_use(state))
         )
 
     def _deploy(self, hosts: list[Host]) -> None:
@@ -316,18 +319,7 @@ class Worker:
         status, why = self._verdict(host, about, state_known=state is not None, has_acted=has_acted)
         extra: dict[str, Any] = {}
         if state is not None:
-            stack = facts.wanted(host)
-            extra = {
-                "simulated": state.simulated,
-                "verification": VerificationResult.model_validate(drift.verification(stack, state)),
-                "pin": PinResult.model_validate(state.pin_found) if state.pin_found else None,
-                "environment": (
-                    EnvironmentResult.model_validate(state.current_environment)
-                    if state.current_environment
-                    else None
-                ),
-                "assigned": StackRef.model_validate(state.assigned_stack) if state.assigned_stack else None,
-            }
+            extra = recorded(facts.wanted(host), state, facts.site(host))
         self._write(
             events.HostDone(
                 **self._common(host.name),
@@ -364,9 +356,9 @@ class Worker:
             return "slow", refusals[0].cause if refusals else None
         if self.shard.command in ("plan", "apply") and refusals and not has_acted:
             return "refused", refusals[0].cause
-        if unknown := drift.unknowns(stack, state):
+        if unknown := drift.unknowns(stack, state, facts.site(host)):
             return "unknown", unknown[0]
-        if drift.diff(stack, state) and self.shard.command != "rollback":
+        if drift.diff(stack, state, facts.site(host)) and self.shard.command != "rollback":
             return "drift", None
         return "ok", None
 
@@ -383,13 +375,31 @@ class _Callbacks(BaseStateCallback):
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
-    def operation_host_start(self, state: State, host: Host, op_hash: str) -> None:
+    def operation_host_start(self, state: State, host: Host, op_hash: str) -> None:  # type: ignore[override]
         del state
         self.worker.step_begins(host, op_hash)
 
-    def host_connect_error(self, state: State, host: Host, error: Exception) -> None:
+    def host_connect_error(self, state: State, host: Host, error: Exception) -> None:  # type: ignore[override]
         del state
         self.worker._errors[host.name] = str(error)
+
+
+def recorded(stack: Stack, state: HostState, site: Site) -> dict[str, Any]:
+    """Return what a host records about itself, for its ``host_done`` event; what is unknown is left out."""
+    verification = VerificationResult.model_validate(drift.verification(stack, state, site))
+    record: dict[str, Any] = {"verification": verification}
+    if not isinstance(state.simulated, Unknown):
+        record["simulated"] = state.simulated
+    if state.pin is not None and not isinstance(state.pin, Unknown):
+        record["pin"] = PinResult.model_validate(state.pin)
+    if state.assigned is not None and not isinstance(state.assigned, Unknown):
+        record["assigned"] = StackRef(name=state.assigned.name, digest=state.assigned.digest)
+    serving = None if isinstance(state.environment, Unknown) else state.environment.serving
+    if serving is not None and serving.digest is not None:
+        record["environment"] = EnvironmentResult(
+            digest=serving.digest, generation=serving.generation or 0, tainted=serving.is_tainted
+        )
+    return record
 
 
 def step_of(state: State, op_hash: str) -> str:
@@ -463,13 +473,11 @@ def open_inventory(name: str, overrides: Mapping[str, Any]) -> Inventory:
         inventory = make_inventory(name, override_data=dict(overrides), cwd=None)
     except Exception as error:  # an inventory is a person's Python: anything can come out of it
         raise InputError(f"{name}: cannot be used", why=f"{type(error).__name__}: {error}") from error
-    from bringup.ssh import defaults
-
     for host in inventory:
-        for key, value in defaults().items():
+        for key, value in ssh.defaults().items():
             if host.data.get(key) is None:
                 host.host_data[key] = value
-    return inventory
+    return cast(Inventory, inventory)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
@@ -14,7 +14,7 @@ import httpx
 from bringup import catalog, facts, paths, wanted
 from bringup.errors import HostError, InputError
 from bringup.stack import LockedPackage
-from tasks.run import Command, Context, converges, do, shell, write
+from tasks.run import Command, Commands, Context, converges, do, shell, write
 
 LOCK_WAIT_S = 600
 _INSTALL_LIMIT_S = 3600
@@ -26,7 +26,7 @@ _CARRIER = (
 
 
 @converges("apt.*")
-def source(context: Context) -> Iterator[Command]:
+def source(context: Context) -> Commands:
     """Put our source, its key and the version pins in place, and refresh apt's lists."""
     site = facts.site(context.host)
     repository = wanted.repository(context.state, site)

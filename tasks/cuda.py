@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from pyinfra.api import FunctionCommand, Host, deploy
@@ -14,13 +13,13 @@ from bringup.host_state import Unknown
 from bringup.stack import Runfile
 from tasks import apt
 from tasks.channel import push
-from tasks.run import Command, Context, alternative, converges, quoted, remove, shell
+from tasks.run import Commands, Context, alternative, converges, quoted, remove, shell
 
 _DRIVER_PATTERNS = ("nvidia-*", "libnvidia-*", "cuda-drivers*", "xserver-xorg-video-nvidia*", "libnvsdm*")
 
 
 @converges("cuda.toolkit.*")
-def toolkits(context: Context) -> Iterator[Command]:
+def toolkits(context: Context) -> Commands:
     """Freeze every alternative, then install each missing toolkit as its locked set, or from its runfile.
 
     A new toolkit of higher priority takes an alternative in automatic mode with it, and everything that
@@ -53,7 +52,7 @@ done
 """
 
 
-def _runfile(context: Context, version: str, runfile: Runfile) -> Iterator[Command]:
+def _runfile(context: Context, version: str, runfile: Runfile) -> Commands:
     """Install one toolkit from NVIDIA's runfile: silent, toolkit only, into its versioned directory."""
     if context.settings.runfiles is None:
         raise HostError(
@@ -86,12 +85,12 @@ def _push_runfile(source: str, target: str, size_bytes: int) -> bool:
 
 
 @converges("cuda.alternatives")
-def alternatives(context: Context) -> Iterator[Command]:
+def alternatives(context: Context) -> Commands:
     """Keep alternatives where they are: by hand, not by whichever toolkit is newest."""
     yield from freeze(context)
 
 
-def freeze(context: Context) -> Iterator[Command]:
+def freeze(context: Context) -> Commands:
     """Yield the commands that set moving alternatives by hand to where they point now."""
     if isinstance(context.state.toolkits, Unknown):
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import gevent
 from pyinfra.api import FunctionCommand, Host, deploy
@@ -14,7 +13,7 @@ from bringup import facts, wanted
 from bringup.findings import change
 from bringup.host_state import Unknown
 from tasks import apt, lock
-from tasks.run import Command, Context, converges, do, refuse, shell, work, write
+from tasks.run import Commands, Context, converges, do, refuse, shell, work, write
 
 REBOOT_LIMIT_S = 1800
 _FIRST_LOOK_S = 2.0
@@ -22,7 +21,7 @@ _rebooted: set[str] = set()
 
 
 @converges("driver.packages", "fabric.packages")
-def packages(context: Context) -> Iterator[Command]:
+def packages(context: Context) -> Commands:
     """Install the locked driver family and what the fabric needs, NVIDIA's version pinning first."""
     refusal = change.driver_change(context.stack, context.state, allow_downgrade=context.settings.allow_downgrade)
     if refusal is not None:
@@ -42,7 +41,7 @@ def packages(context: Context) -> Iterator[Command]:
 
 
 @converges("driver.hold", "kernel.hold")
-def holds(context: Context) -> Iterator[Command]:
+def holds(context: Context) -> Commands:
     """Hold the whole family, and the kernel where the stack says so."""
     assert not isinstance(context.state.dpkg, Unknown)  # the difference could not have been seen otherwise
     names: set[str] = set()
@@ -56,14 +55,14 @@ def holds(context: Context) -> Iterator[Command]:
 
 
 @converges("driver.unattended_upgrades")
-def unattended_upgrades(context: Context) -> Iterator[Command]:
+def unattended_upgrades(context: Context) -> Commands:
     """Keep unattended-upgrades away from the family: a hold that somebody lifts is not enough."""
     family = wanted.driver_family(context.stack, context.state, wanted.packages(context.stack, context.state))
     yield write(wanted.BLACKLIST_FILE, wanted.blacklist_text(family))
 
 
 @converges("driver.nouveau")
-def nouveau(context: Context) -> Iterator[Command]:
+def nouveau(context: Context) -> Commands:
     """Keep nouveau off the GPUs, in the initramfs too."""
     del context
     yield write(wanted.NOUVEAU_FILE, wanted.nouveau_text())
@@ -77,13 +76,13 @@ def nouveau(context: Context) -> Iterator[Command]:
 
 
 @converges("driver.persistence")
-def persistence(context: Context) -> Iterator[Command]:
+def persistence(context: Context) -> Commands:
     """Run the persistence daemon, now where a driver is loaded, and at every boot."""
     yield from _unit(context, wanted.PERSISTENCE_UNIT)
 
 
 @converges("fabric.ib_umad")
-def fabric_module(context: Context) -> Iterator[Command]:
+def fabric_module(context: Context) -> Commands:
     """Load the module that the subnet manager of NVLink 5 needs, now and at every boot."""
     del context
     yield write(wanted.FABRIC_MODULES_FILE, wanted.fabric_modules_text())
@@ -91,12 +90,12 @@ def fabric_module(context: Context) -> Iterator[Command]:
 
 
 @converges("fabric.service")
-def fabric_service(context: Context) -> Iterator[Command]:
+def fabric_service(context: Context) -> Commands:
     """Run the fabric manager, now where a driver is loaded, and at every boot."""
     yield from _unit(context, wanted.FABRIC_UNIT)
 
 
-def _unit(context: Context, unit: str) -> Iterator[Command]:
+def _unit(context: Context, unit: str) -> Commands:
     # Without its driver a daemon only fails: enabled, it starts with the boot that brings the driver.
     state = context.state.driver
     is_loaded = not isinstance(state, Unknown) and state.loaded is not None
@@ -105,7 +104,7 @@ def _unit(context: Context, unit: str) -> Iterator[Command]:
 
 
 @converges("driver.loaded")
-def reboot(context: Context) -> Iterator[Command]:
+def reboot(context: Context) -> Commands:
     """Reboot into the installed driver when the host's policy allows it, at most once a run."""
     host = context.host
     refusal = change.reboot(

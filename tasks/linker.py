@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pyinfra.api import deploy
 
 from bringup import wanted
 from bringup.findings import change
 from bringup.host_state import Unknown
-from tasks.run import Command, Context, converges, do, refuse, write
+from tasks.run import Commands, Context, converges, do, refuse, write
 
 
 @converges("linker.*")
-def entry(context: Context) -> Iterator[Command]:
+def entry(context: Context) -> Commands:
     """Write the loader entry and rebuild the loader's cache.
 
     The entry names versioned directories and sorts before NVIDIA's ``000_cuda.conf``: ldconfig keeps the first

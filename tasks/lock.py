@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
 from getpass import getuser
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +16,7 @@ from pyinfra.context import ctx_host
 from bringup import drift, facts
 from bringup.finding import Finding
 from tasks.channel import Channel, open_channel
-from tasks.run import Command, Context, converges, install_worker, is_executing, work, worker_path
+from tasks.run import Commands, Context, converges, install_worker, is_executing, work, worker_path
 
 HEARTBEAT_S = 5.0
 """Well below the 30 s after which ``host_work.py`` gives the lock up."""
@@ -39,13 +38,13 @@ def _asked(context: Context) -> bool:
 
 
 @converges("*", when=_asked)
-def run_lock(context: Context) -> Iterator[Command]:
+def run_lock(context: Context) -> Commands:
     """Hold the run lock, wait for work that outlived its controller, and look at the host again."""
     del context
     yield from acquire()
 
 
-def acquire() -> Iterator[Command]:
+def acquire() -> Commands:
     """Yield the commands that take the run lock; after a reboot they take it again."""
     yield install_worker()
     yield FunctionCommand(_hold, (), {})
@@ -112,7 +111,7 @@ def _release() -> None:
 
 
 @operation()
-def run_unlock() -> Iterator[Command]:
+def run_unlock() -> Commands:
     """Forget how to undo what succeeded, and give the run lock back."""
     host: Host = ctx_host.get()
     if not is_executing() or host not in _held:

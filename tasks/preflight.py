@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 from pyinfra.api import deploy
 
@@ -11,13 +10,13 @@ from bringup import facts
 from bringup.findings import all_findings
 from bringup.host_state import Unknown
 from tasks import apt
-from tasks.run import Command, Context, converges, do, refuse
+from tasks.run import Commands, Context, converges, do, refuse
 
 CLOUD_INIT_LIMIT_S = 900
 
 
 @converges("*")
-def boot_finished(context: Context) -> Iterator[Command]:
+def boot_finished(context: Context) -> Commands:
     """Wait for cloud-init: until it is done it installs packages and holds apt's locks."""
     state = context.state.cloud_init
     if not isinstance(state, Unknown) and state.state == "running":
@@ -25,7 +24,7 @@ def boot_finished(context: Context) -> Iterator[Command]:
 
 
 @converges("*")
-def packages_whole(context: Context) -> Iterator[Command]:
+def packages_whole(context: Context) -> Commands:
     """Let dpkg finish what it left half-way, once, where the policy is ``safe``; nothing else is tried."""
     state = context.state.dpkg
     is_broken = not isinstance(state, Unknown) and bool(state.broken or state.is_interrupted)
@@ -34,11 +33,9 @@ def packages_whole(context: Context) -> Iterator[Command]:
 
 
 @converges("*")
-def refusals(context: Context) -> Iterator[Command]:
+def refusals(context: Context) -> Commands:
     """Refuse the host for everything that would stop it later."""
-    found = all_findings(
-        context.stack, context.state, now_s=time.time(), site=facts.site(context.host), settings=context.settings
-    )
+    found = all_findings(context.stack, context.state, now_s=time.time(), site=facts.site(context.host))
     errors = [finding for finding in found if finding.is_refusal]
     for finding in errors[1:]:
         facts.tell_finding(context.host, finding)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, wraps
@@ -28,6 +28,7 @@ from bringup.host_state import HostState
 from bringup.stack import Stack
 
 Command = StringCommand | FunctionCommand
+Commands = Generator[Command, None, None]
 
 WORK_WAIT_S = 1800
 """How long a command waits for work that outlived its controller before it gives up, naming that work."""
@@ -55,7 +56,7 @@ def is_executing() -> bool:
 
 def converges(
     *patterns: str, when: Callable[[Context], bool] | None = None
-) -> Callable[[Callable[[Context], Iterator[Command]]], Callable[..., Any]]:
+) -> Callable[[Callable[[Context], Commands]], Callable[..., Any]]:
     """Make an operation that runs its body only when a difference matches one of the path patterns.
 
     ``when`` can ask for the body without a difference (a forced measurement). The body gets a Context and
@@ -63,9 +64,9 @@ def converges(
     in the body, fails that host alone with a finding.
     """
 
-    def decorate(body: Callable[[Context], Iterator[Command]]) -> Callable[..., Any]:
+    def decorate(body: Callable[[Context], Commands]) -> Callable[..., Any]:
         @wraps(body)
-        def run() -> Iterator[Command]:
+        def run() -> Commands:
             host: Host = ctx_host.get()
             try:
                 context = look(host, patterns)
@@ -74,6 +75,9 @@ def converges(
                 return
             if context is None:
                 yield refuse(host, unreadable(facts.why_unknown(host)))
+                return
+            if not is_chosen(body.__module__, context.settings.only):
+                host.noop("left out by --only")
                 return
             if not context.differences and not (when and when(context)):
                 host.noop("as wanted")
@@ -94,6 +98,15 @@ def converges(
         return operation()(run)
 
     return decorate
+
+
+def is_chosen(module: str, only: tuple[str, ...] | None) -> bool:
+    """Return whether an operation of a task module belongs to the steps that were asked for.
+
+    The package source serves the driver step; the lock and preflight are always taken.
+    """
+    step = {"tasks.apt": "driver"}.get(module, module.removeprefix("tasks."))
+    return only is None or step in only or step in ("lock", "preflight")
 
 
 def look(host: Host, patterns: Iterable[str]) -> Context | None:

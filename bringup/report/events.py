@@ -68,6 +68,14 @@ class StepStarted(_HostEvent):
     step: str
 
 
+class CommandStarted(_HostEvent):
+    """A command is about to run on a host; ``number`` counts from 1 within a host's run. Secrets are masked."""
+
+    event: Literal["command"] = "command"
+    number: Annotated[int, Field(ge=1)]
+    command: str
+
+
 class StepDone(_HostEvent):
     """A step ended on a host; ``changes`` counts the operations that it executed."""
 
@@ -140,6 +148,7 @@ Event = Annotated[
     RunStarted
     | HostConnected
     | StepStarted
+    | CommandStarted
     | StepDone
     | FindingSeen
     | DifferenceSeen
