@@ -84,6 +84,13 @@ class GpuRow(_Row):
     fabric: FabricKind
 
 
+class LimitRow(_Row):
+    """A number that preflight measures a host against; its unit is in its name."""
+
+    name: str
+    value: float
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
 
@@ -117,6 +124,19 @@ def chips() -> tuple[ChipRow, ...]:
 def gpus() -> tuple[GpuRow, ...]:
     """Return every board of the table."""
     return _rows("gpus.toml", "gpu", GpuRow)
+
+
+def limits() -> tuple[LimitRow, ...]:
+    """Return every limit of preflight."""
+    return _rows("preflight.toml", "limit", LimitRow)
+
+
+def limit(name: str) -> float:
+    """Return a limit by name; raises KeyError for one that the table does not have."""
+    for row in limits():
+        if row.name == name:
+            return row.value
+    raise KeyError(name)
 
 
 def repository(release: str) -> Repository | None:

@@ -77,12 +77,17 @@ class InstalledKernel(_Model):
 
 
 class Kernel(_Model):
-    """The running kernel and the installed ones. ``next_release`` None: not certain which one boots next."""
+    """The running kernel and the installed ones.
+
+    ``next_release`` None: not certain which one boots next. ``compiler`` built the running kernel,
+    ``default_compiler`` would build a module now.
+    """
 
     release: str
     boot_id: str | None
     command_line: tuple[str, ...]
     compiler: str | None
+    default_compiler: str | None
     tainted: int | None
     next_release: str | None
     next_witness: str
@@ -90,6 +95,17 @@ class Kernel(_Model):
     nouveau_conf_mtime_s: float | None
     iommu_groups: int
     reboot_required: bool
+
+    def is_nouveau_off(self, kernel: InstalledKernel) -> bool:
+        """Return whether nouveau stays off when that kernel boots.
+
+        It has no nouveau, or our modprobe file is there and the kernel's initramfs, where there is one, was
+        made after it.
+        """
+        if not kernel.has_nouveau:
+            return True
+        written = self.nouveau_conf_mtime_s
+        return written is not None and (kernel.initramfs_mtime_s is None or kernel.initramfs_mtime_s >= written)
 
     def find(self, release: str | None) -> InstalledKernel | None:
         """Return the installed kernel of that release, or None."""
@@ -626,6 +642,8 @@ class HostState(_Model):
     cloud_init: CloudInit | Unknown
     simulated: tuple[str, ...]
     seconds: Mapping[str, float] = Field(default_factory=dict)
+    received_at_s: float | None = Field(default=None, exclude=True)
+    """When the controller received the answer, by the controller's clock; no part of the answer."""
 
     @property
     def current_environment(self) -> EnvironmentEntry | None:
@@ -658,7 +676,7 @@ def _without_unknown(annotation: Any) -> TypeAdapter[Any]:
 SECTIONS: Mapping[str, TypeAdapter[Any]] = {
     name: _without_unknown(field.annotation)
     for name, field in HostState.model_fields.items()
-    if name not in ("schema_", "seconds")
+    if name not in ("schema_", "seconds", "received_at_s")
 }
 """The sections by name, each with the type its value must have when it is known."""
 
@@ -688,7 +706,7 @@ def probe_parameters(stack: Any, *, deep: bool = False) -> dict[str, Any]:
     }
 
 
-def parse(answer: str | bytes, *, host: str | None = None) -> HostState:
+def parse(answer: str | bytes, *, host: str | None = None, received_at_s: float | None = None) -> HostState:
     """Return what a probe's standard output says; its last line that is not empty holds the document.
 
     A record that bringup left on the host and that somebody spoiled is Unknown: it is no fault of the probe.
@@ -703,7 +721,7 @@ def parse(answer: str | bytes, *, host: str | None = None) -> HostState:
     values: dict[str, Any] = {name: _section(name, document, host) for name in SECTIONS}
     seconds = document.get("seconds", {})
     try:
-        return HostState(schema=1, seconds=seconds, **values)
+        return HostState(schema=1, seconds=seconds, received_at_s=received_at_s, **values)
     except ValidationError as error:
         raise _wrong_shape(host, "", error) from None
 

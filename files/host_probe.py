@@ -23,6 +23,7 @@ import csv
 import fcntl
 import glob
 import hashlib
+import io
 import json
 import os
 import re
@@ -432,9 +433,7 @@ def _os(host):
 
 def version_key(text):
     """Return a key that sorts kernel releases the way their numbers count."""
-    return [
-        (int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|[^\d.\-_+]+", text)
-    ]
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|[^\d.\-_+]+", text)]
 
 
 def next_kernel(host, running):
@@ -556,6 +555,12 @@ def kernel_entry(host, release):
     }
 
 
+def default_compiler(host):
+    """Return the compiler a module would be built with, such as gcc 12, by the name that /usr/bin/gcc ends at."""
+    found = re.search(r"gcc-(\d+)$", host.resolve("/usr/bin/gcc"))
+    return "gcc %s" % found.group(1) if found and host.exists("/usr/bin/gcc") else None
+
+
 @section
 def kernel(host):
     """Look at the running kernel, the installed ones, and the one that boots next."""
@@ -570,6 +575,7 @@ def kernel(host):
         "boot_id": host.read("/proc/sys/kernel/random/boot_id"),
         "command_line": [word for word in host.read("/proc/cmdline", "").split() if BOOT_WORDS.match(word)],
         "compiler": "%s %s" % (compiler.group(1), compiler.group(2)) if compiler else None,
+        "default_compiler": default_compiler(host),
         "tainted": int(tainted) if tainted and tainted.isdigit() else None,
         "next_release": release,
         "next_witness": witness,
@@ -826,15 +832,11 @@ def apt(host):
         "keys": apt_keys(host, sources),
         "preferences": apt_preferences(host),
         "blacklist": [
-            value
-            for name, value in settings
-            if name.lower() == "unattended-upgrade::package-blacklist::" and value
+            value for name, value in settings if name.lower() == "unattended-upgrade::package-blacklist::" and value
         ],
         "is_unattended": single.get("apt::periodic::unattended-upgrade", "0") not in ("", "0"),
         "checks_dates": single.get("acquire::check-date", "true").lower() not in ("false", "no", "0"),
-        "has_proxy": any(
-            re.match(r"acquire::https?::proxy", name) and value for name, value in single.items()
-        ),
+        "has_proxy": any(re.match(r"acquire::https?::proxy", name) and value for name, value in single.items()),
     }
 
 
@@ -988,9 +990,7 @@ def pci_devices(host):
 
 def bus_address(text):
     """Return a bus id of nvidia-smi (00000000:06:00.0) in the kernel's form (0000:06:00.0)."""
-    found = re.match(
-        r"(?:[0-9a-f]*([0-9a-f]{4}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])$", text.strip().lower()
-    )
+    found = re.match(r"(?:[0-9a-f]*([0-9a-f]{4}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])$", text.strip().lower())
     return "%s:%s" % (found.group(1) or "0000", found.group(2)) if found else text.strip().lower()
 
 
@@ -1244,13 +1244,14 @@ def canonical(name):
 def read_record(text):
     """Yield (path, hash) of each line of a RECORD file."""
     if '"' in text:
-        for row in csv.reader(text.splitlines()):
+        for row in csv.reader(io.StringIO(text, newline="")):
             if row:
                 yield row[0], row[1] if len(row) > 1 else ""
         return
-    for line in text.splitlines():
-        cells = line.rsplit(",", 2)
-        yield cells[0], cells[1] if len(cells) == 3 else ""
+    for line in text.split("\n"):
+        cells = line.rstrip("\r").rsplit(",", 2)
+        if cells[0]:
+            yield cells[0], cells[1] if len(cells) == 3 else ""
 
 
 def file_hash(path):
@@ -1269,7 +1270,8 @@ def fingerprint(site, dist_info, deep):
     out: it is written anew whenever the interpreter feels like it. None where there is no RECORD.
     """
     try:
-        with open(os.path.join(site, dist_info, "RECORD"), encoding="utf-8", errors="replace") as file:
+        path = os.path.join(site, dist_info, "RECORD")
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
             text = file.read()
     except OSError:
         return None, set(), []
@@ -1703,9 +1705,7 @@ def variable_lines(host, path):
         line = line.strip()
         if line.startswith("#"):
             continue
-        for name, value in re.findall(
-            r"(?:^|[\s;\"'=])([A-Z][A-Z0-9_]+)\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s\"';]*)", line
-        ):
+        for name, value in re.findall(r"(?:^|[\s;\"'=])([A-Z][A-Z0-9_]+)\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s\"';]*)", line):
             yield number, name, value.strip("\"'")
         match = re.match(r"([A-Z][A-Z0-9_]+)\s+(?:DEFAULT|OVERRIDE)=(\S+)", line)
         if match:
