@@ -55,9 +55,7 @@ class Library(_Model):
         names = (*exported_by(self.exports), *_MORE_EXPORTS.get(self.exports, ()))
         stem = self.soname.split(".so")[0].replace("-", "_").replace(".", "_")
         version = self.soname if self.exports in {"libcudart.so", "libcublas.so", "libcublasLt.so"} else None
-        return SharedObject(
-            soname=self.soname, exports=tuple(sorted({*names, f"{stem}_bringup_lab"})), version=version
-        )
+        return SharedObject(soname=self.soname, exports=tuple(sorted({*names, f"{stem}_bringup_lab"})), version=version)
 
 
 class Recipe(_Model):

@@ -196,9 +196,7 @@ def _is_nginx(pid: int) -> bool:
         return False
 
 
-def _build_debs(
-    cache: Path, mirror: Mirror, context: debs_recipe.Context, key: _Key, say: Progress
-) -> None:
+def _build_debs(cache: Path, mirror: Mirror, context: debs_recipe.Context, key: _Key, say: Progress) -> None:
     store = cache / "debs"
     store.mkdir(exist_ok=True)
     rendered = list(debs_recipe.render(context))
@@ -302,9 +300,7 @@ def _key(directory: Path) -> _Key:
         with _gnupg() as gpg:
             gpg("--quick-gen-key", "bringup lab <lab@bringup.invalid>", "ed25519", "sign", "never")
             listing = gpg("--with-colons", "--list-keys").decode()
-            fingerprint = next(
-                line.split(":")[9] for line in listing.splitlines() if line.startswith("fpr:")
-            )
+            fingerprint = next(line.split(":")[9] for line in listing.splitlines() if line.startswith("fpr:"))
             secret.touch(mode=0o600)
             secret.write_bytes(gpg("--armor", "--export-secret-keys", fingerprint))
             public.write_bytes(gpg("--export", fingerprint))
@@ -330,9 +326,7 @@ def _gnupg() -> Iterator[Callable[..., bytes]]:
         try:
             yield run
         finally:
-            subprocess.run(
-                ["gpgconf", "--homedir", home, "--kill", "all"], capture_output=True, check=False
-            )
+            subprocess.run(["gpgconf", "--homedir", home, "--kill", "all"], capture_output=True, check=False)
 
 
 @contextlib.contextmanager
@@ -365,7 +359,9 @@ def _digest(context: debs_recipe.Context) -> str:
 def _package_key(rendered: debs_recipe.Rendered, context: debs_recipe.Context) -> str:
     """Return what one package depends on: its recipe, the templates it uses, the code that packs it."""
     recipe = rendered.recipe
-    digest = hashlib.sha256(repr((recipe, sorted(rendered.variables.items()))).encode())
+    # The URL stands in the recipe of the one package that names it; the others are the same in every lab.
+    variables = sorted(item for item in rendered.variables.items() if item[0] != "url")
+    digest = hashlib.sha256(repr((recipe, variables)).encode())
     names = [*recipe.templates.values(), *recipe.scripts.values()]
     used = [debs_recipe.directory() / f"{name}.j2" for name in names]
     used += [paths.files() / "lab" / name for name in recipe.host_files.values()]
@@ -438,7 +434,9 @@ http {{
         root {root};
         index index.html;
         absolute_redirect off;
-        location /keys/ {{ location = /keys/bringup-lab.gpg {{ }} deny all; }}
+        location = /keys/bringup-lab.gpg {{ }}
+        location /keys/ {{ deny all; }}
+        location /nginx/ {{ deny all; }}
     }}
 }}
 """

@@ -68,15 +68,18 @@ def symbols() -> tuple[Symbol, ...]:
 def exported_by(library: str, abi: str | None = None) -> tuple[str, ...]:
     """Return what ``library`` (such as ``libc10.so``) exports; ``abi`` is a torch minor, None for CUDA's."""
     return tuple(
-        symbol.name
-        for symbol in symbols()
-        if symbol.library == library and (abi is None or abi in symbol.abis)
+        symbol.name for symbol in symbols() if symbol.library == library and (abi is None or abi in symbol.abis)
     )
 
 
 def asked_by(user: str) -> tuple[str, ...]:
-    """Return the symbols that the extension ``user`` (such as ``kernel29.common``) leaves undefined."""
-    return tuple(symbol.name for symbol in symbols() if user in symbol.users)
+    """Return the symbols that the extension ``user`` (such as ``kernel29.common``) leaves undefined.
+
+    Those of libc10_cuda come first: the loader names the first that it misses, and in the real builds that is
+    the check function of CUDA calls.
+    """
+    asked = [symbol for symbol in symbols() if user in symbol.users]
+    return tuple(each.name for each in sorted(asked, key=lambda each: each.library != "libc10_cuda.so"))
 
 
 def compiler() -> str:
@@ -96,7 +99,7 @@ def compile_all(objects: Mapping[Path, SharedObject], link: Iterable[Path] = ())
     """
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         directories = tuple(link)
-        list(pool.map(lambda item: _compile(*item, directories), objects.items()))
+        list(pool.map(lambda item: _compile(item[0], item[1], directories), objects.items()))
 
 
 def _compile(target: Path, wanted: SharedObject, link: tuple[Path, ...]) -> None:

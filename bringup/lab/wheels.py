@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
-from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.utils import parse_wheel_filename
 from pydantic import BaseModel, ConfigDict
 
 from bringup import paths
@@ -27,8 +28,16 @@ INDEXES = ("pytorch-cu130", "sglang-cu130", "flashinfer", "default")
 
 # Libraries that every Linux has; everything else a look-alike needs is made before it is linked.
 _SYSTEM = frozenset(
-    ("ld-linux-x86-64.so.2", "libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0")
-    + ("librt.so.1", "libstdc++.so.6")
+    (
+        "ld-linux-x86-64.so.2",
+        "libc.so.6",
+        "libdl.so.2",
+        "libgcc_s.so.1",
+        "libm.so.6",
+        "libpthread.so.0",
+        "librt.so.1",
+        "libstdc++.so.6",
+    )
 )
 
 # What makes the version needs of a real extension: memcpy asks for GLIBC_2.14, operator new for GLIBCXX_3.4.
@@ -65,14 +74,14 @@ class ElfFile(_Model):
         for each in self.exports:
             library, _, abi = each.partition("@")
             names |= set(exported_by(library, abi or None))
-        asked = {name for user in self.asks for name in asked_by(user)}
-        if self.asks and (set(_SYSTEM) & set(self.needed)):
-            asked |= set(_ORDINARY)
+        asked = [name for user in self.asks for name in asked_by(user)]
+        if self.asks:
+            asked += _ORDINARY
         stem = Path(self.path).name.split(".so")[0].replace("-", "_").replace(".", "_")
         return SharedObject(
             soname=self.soname,
             exports=tuple(sorted({*names, f"{stem}_bringup_lab"})),
-            undefined=tuple(sorted({*asked, *self.undefined})),
+            undefined=(*asked, *self.undefined),
             needed=self.needed,
             rpath=self.rpath,
             is_rpath=self.is_rpath,
@@ -199,8 +208,7 @@ def publish(index: Path) -> None:
         if entry is None or entry[0] != size:
             entry = [size, _sha256(path), wheels_pack.metadata(path)]
         entries[path.name] = entry
-        distribution = canonicalize_name(parse_wheel_filename(path.name)[0])
-        projects.setdefault(distribution, []).append(path.name)
+        projects.setdefault(str(parse_wheel_filename(path.name)[0]), []).append(path.name)
     _replace(known_file, json.dumps(entries))
     pages = index / "simple"
     for distribution, names in projects.items():
@@ -216,7 +224,7 @@ def publish(index: Path) -> None:
             python = html.escape(wheels_pack.requires_python(metadata))
             core = hashlib.sha256(metadata.encode()).hexdigest()
             lines.append(
-                f'<a href="{html.escape(name)}#sha256={sha256}" data-requires-python="{python}"'
+                f'<a href="{quote(name)}#sha256={sha256}" data-requires-python="{python}"'
                 f' data-core-metadata="sha256={core}" data-dist-info-metadata="sha256={core}">{name}</a><br/>'
             )
         _replace(page / "index.html", _page(distribution, lines))
