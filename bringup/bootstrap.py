@@ -32,6 +32,8 @@ PACKAGES = {
         ("systemd-container", "systemd-nspawn", "to boot rehearsal hosts"),
         ("iproute2", "ip", "to give each rehearsal host its own network"),
         ("mount", "mount", "to give each rehearsal host its own root file system"),
+        ("e2fsprogs", "mkfs.ext4", "to give a rehearsal host a file system for /opt of its own"),
+        ("util-linux", "setpriv", "to end rehearsal hosts with their supervisor"),
         ("kmod", "modinfo", "to read what kind of module dkms built"),
         ("gnupg", "gpg", "to sign the rehearsal mirror"),
         ("nginx-light", "nginx", "to serve the rehearsal mirror"),

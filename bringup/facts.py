@@ -46,8 +46,9 @@ class Settings(BaseModel):
     """What an inventory may say about a host besides how to reach it: its data keys ``bringup_*``.
 
     ``lock`` None means the lock beside the stack; a directory holds one per stack. ``indexes``
-    replaces index URLs by name (a site mirror); ``apt_url`` and ``apt_key`` likewise for NVIDIA's repository, ``apt_key`` being the path of a key file on
-    the controller. ``drain`` and ``undrain`` are commands run on the controller. ``only`` None means all steps.
+    replaces index URLs by name (a site mirror); ``apt_url`` and ``apt_key`` likewise for NVIDIA's
+    repository, ``apt_key`` being the path of a key file on the controller. ``drain`` and ``undrain`` are commands
+    run on the controller. ``only`` None means all steps.
     The keys from ``only`` on are options of one run; the command line sets them.
     """
 

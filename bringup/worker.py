@@ -268,7 +268,9 @@ class Worker:
         for found in drift.diff(stack, state, facts.site(host)):
             difference = DifferenceResult(path=found.path, wanted=found.wanted, found=found.found)
             self._write(events.DifferenceSeen(**self._common(host.name), difference=difference))
-        for finding in all_findings(stack, state, now_s=time.time(), site=facts.site(host)):
+        for finding in all_findings(
+            stack, state, now_s=time.time(), site=facts.site(host), settings=facts.settings(host)
+        ):
             self.told(host.name, "finding", finding.as_json())
 
     def _must_act(self, host: Host) -> bool:

@@ -10,9 +10,12 @@ from bringup import facts
 from bringup.findings import all_findings
 from bringup.host_state import Unknown
 from tasks import apt
-from tasks.run import Commands, Context, converges, do, refuse
+from tasks.run import Commands, Context, converges, do, is_executing, refuse
 
 CLOUD_INIT_LIMIT_S = 900
+
+_repaired: set[str] = set()
+"""Hosts whose dpkg was told once in this run to finish what it left half-way."""
 
 
 @converges("*")
@@ -29,6 +32,8 @@ def packages_whole(context: Context) -> Commands:
     state = context.state.dpkg
     is_broken = not isinstance(state, Unknown) and bool(state.broken or state.is_interrupted)
     if is_broken and context.settings.repair == "safe":
+        if is_executing():
+            _repaired.add(context.host.name)
         yield apt.repair()
 
 
