@@ -17,6 +17,7 @@ on one host or across several; then rank 0 writes the document.
   --backends         default: all that fit the device (see BACKENDS); unknown names are a usage error.
   --require          backends that must be there; one missing makes the status 4. Default: nccl, or gloo.
   --payloads         replaces the profile's sizes. Sizes above a sixth of the free memory are left out.
+  --hidden-size      elements of one token in flashinfer_fused (4096).
   --allow-multicast  also run what creates NVLink multicast objects (symm_multimem).
   --timeout          seconds for everything (180); --setup-timeout until the first backend starts (120);
                      --backend-timeout for each backend (60).
@@ -145,7 +146,7 @@ def row_statistics(payload_bytes, ranks, sample_us_by_rank):
 
     A sample counts with its slowest rank: the collective is done when everybody has the sum.
     """
-    samples = [max(column) for column in zip(*sample_us_by_rank)]
+    samples = [max(column) for column in zip(*sample_us_by_rank)]  # noqa: B905 (Python 3.8 has no strict)
     middle = median(samples)
     return {
         "median_us": round(middle, 3),
@@ -360,14 +361,11 @@ _LOG_VIA = re.compile(r"Channel (\d+)\S* : \d+\[\S*\] -> \d+\[\S*\] (?:\[\w+\] )
 _LOG_CHANNELS = re.compile(
     r"(\d+) coll channels, (?:(\d+) collnet channels, )?(?:(\d+) nvls channels, )?(\d+) p2p channels"
 )
-_LOG_CHOICE = re.compile(
-    r"AllReduce: (\d+) Bytes -> Algo (\S+) proto (\S+) channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\}"
-)
+_LOG_CHOICE = re.compile(r"AllReduce: (\d+) Bytes -> Algo (\S+) proto (\S+) channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\}")
 _LOG_ENVIRONMENT = re.compile(r"(NCCL_\w+) set by (?:environment|env|user) to ['\"]?([^'\"\s]*?)['\"]?\.?$")
 _LOG_NETWORK = re.compile(r"Using network (\S+)")
 _LOG_VERSION = re.compile(r"NCCL version (\S+)")
 _LOG_MULTICAST = re.compile(r"NVLS multicast support is (not )?available")
-_LOG_CONFIGURATION = re.compile(r"(?:Plugin|Loading|Reading) .*?(/\S*nccl\.conf)")
 
 
 def parse_nccl_log(lines):
@@ -399,7 +397,7 @@ def parse_nccl_log(lines):
         counted = _LOG_CHANNELS.search(text)
         if counted:
             names = ("coll", "collnet", "nvls", "p2p")
-            channels = {name: int(value or 0) for name, value in zip(names, counted.groups())}
+            channels = {name: int(value or 0) for name, value in zip(names, counted.groups())}  # noqa: B905
         choice = _LOG_CHOICE.search(text)
         if choice:
             payload, algorithm, protocol, low, high = choice.groups()
@@ -465,7 +463,7 @@ def parse_csv(text, fields):
         if len(cells) != len(fields):
             continue
         row = {}
-        for (name, kind), cell in zip(fields, cells):
+        for (name, kind), cell in zip(fields, cells):  # noqa: B905
             try:
                 row[name.replace(".", "_")] = kind(cell)
             except ValueError:
@@ -477,7 +475,7 @@ def parse_csv(text, fields):
 class LoadSample:
     """Ask nvidia-smi for links, clocks and processes while the GPUs work: at rest links are trained down."""
 
-    APPS = [("pid", int), ("gpu_uuid", str), ("used_memory", int), ("process_name", str)]
+    APPS = (("pid", int), ("gpu_uuid", str), ("used_memory", int), ("process_name", str))
 
     def __init__(self):
         self.queries = []
@@ -625,7 +623,7 @@ class Launcher:
                 BENCH_PARENT=str(os.getpid()),
             )
             process = subprocess.Popen(
-                [sys.executable, program] + sys.argv[1:],
+                [sys.executable, program, *sys.argv[1:]],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
@@ -1140,12 +1138,15 @@ class Backend:
     def prepare(self, payload_bytes):
         """Get ready for one payload, before its check."""
 
+    def before_measure(self, elements):  # noqa: ARG002
+        """Get ready for the timing, after the check."""
+
     def captured(self):
         """Do what must follow a capture."""
 
-    def extra_check(self, elements):
-        """Return the relative error of what the backend computes besides the sum, or None."""
-        return None
+    def extra_check(self, elements):  # noqa: ARG002
+        """Return the relative error of what the backend computes besides the sum; 0.0 when there is nothing."""
+        return 0.0
 
     def close(self):
         """Give back what the destructor would not."""
@@ -1177,11 +1178,13 @@ def loaded_library(prefix):
     return None
 
 
+NCCL_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # ncclDataType_t in nccl.h
+
+
 class NcclGraph(Backend):
     """NCCL called directly, out of place, captured in a CUDA graph: what serving engines replay."""
 
     name = "nccl_graph"
-    TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # ncclDataType_t in nccl.h
 
     def __init__(self, context, largest_bytes):
         super().__init__(context, largest_bytes)
@@ -1201,7 +1204,7 @@ class NcclGraph(Backend):
         self.function.argtypes += [ctypes.c_void_p] * 2
         self.describe_error = library.ncclGetErrorString
         self.describe_error.restype = ctypes.c_char_p
-        self.type = self.TYPES[context.options.dtype]
+        self.type = NCCL_TYPES[context.options.dtype]
         self.notes["library"] = path
 
     def all_reduce(self, elements):
@@ -1289,10 +1292,239 @@ class SymmetricMultimem(SymmetricTwoShot):
             raise Missing("these GPUs or this driver offer no multicast")
 
 
-BACKENDS = [Nccl, NcclGraph, NcclGraphTorch, SymmetricOneShot, SymmetricTwoShot, SymmetricMultimem, Gloo]
+class Runtime:
+    """The CUDA runtime this process already has, through ctypes: memory that other processes can open."""
+
+    def __init__(self):
+        path = loaded_library("libcudart.so")
+        if path is None:
+            raise Missing("torch has the CUDA runtime linked in, so memory cannot be shared by handle")
+        self.library = ctypes.CDLL(path)
+        self.library.cudaGetErrorString.restype = ctypes.c_char_p
+
+    class Handle(ctypes.Structure):
+        _fields_ = (("reserved", ctypes.c_ubyte * 64),)  # cudaIpcMemHandle_t
+
+    def call(self, name, *arguments):
+        """Call a function; raise RuntimeError with CUDA's own words."""
+        code = getattr(self.library, name)(*arguments)
+        if code:
+            raise RuntimeError("{}: {}".format(name, self.library.cudaGetErrorString(code).decode()))
+
+    def shared(self, exchange, size):
+        """Allocate memory on every rank and return all ranks' addresses of it, as seen from here."""
+        own = ctypes.c_void_p()
+        self.call("cudaMalloc", ctypes.byref(own), ctypes.c_size_t(size))
+        self.call("cudaMemset", own, 0, ctypes.c_size_t(size))
+        handle = self.Handle()
+        self.call("cudaIpcGetMemHandle", ctypes.byref(handle), own)
+        addresses = []
+        for rank, text in enumerate(exchange.gather(bytes(handle.reserved).hex())):
+            address = ctypes.c_void_p(own.value)
+            if rank != exchange.rank:
+                opened = self.Handle.from_buffer_copy(bytes.fromhex(text))
+                self.call("cudaIpcOpenMemHandle", ctypes.byref(address), opened, 1)
+            addresses.append(address.value)
+        return addresses
+
+    def release(self, exchange, addresses):
+        """Give shared memory back, once nobody uses it."""
+        for rank, address in enumerate(addresses):
+            if rank != exchange.rank:
+                self.call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
+        exchange.barrier()
+        self.call("cudaFree", ctypes.c_void_p(addresses[exchange.rank]))
+
+
+def has_nvlink_everywhere(ranks):
+    """Return whether every pair of GPUs is connected by NVLink, as NVML tells it."""
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    if nvml.nvmlInit_v2():
+        return False
+    handles = []
+    for index in range(ranks):
+        handle = ctypes.c_void_p()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
+            return False
+        handles.append(handle)
+    status = ctypes.c_int(-1)
+    by_nvlink = 2  # NVML_P2P_CAPS_INDEX_NVLINK
+    for one in handles:
+        for other in handles:
+            if one.value != other.value and (
+                nvml.nvmlDeviceGetP2PStatus(one, other, by_nvlink, ctypes.byref(status)) or status.value
+            ):
+                return False
+    return True
+
+
+class Custom(Backend):
+    """The custom all-reduce that vLLM, SGLang and FlashInfer share: peers read each other's buffers."""
+
+    max_payload_bytes = 8 * MIB
+
+    def functions(self):
+        """Return the functions by name: init_custom_ar, meta_size, register_buffer, ..."""
+        raise NotImplementedError
+
+    def reduce(self, source, target, address, size):
+        """Call the all-reduce itself; its arguments differ between packages."""
+        raise NotImplementedError
+
+    def __init__(self, context, largest_bytes):
+        if context.ranks not in (2, 4, 6, 8):
+            raise Missing("it runs on 2, 4, 6 or 8 ranks only")
+        if context.ranks > 2 and not has_nvlink_everywhere(context.ranks):
+            raise Missing("with more than two ranks it needs NVLink between all GPUs")
+        self.call = self.functions()
+        super().__init__(context, largest_bytes)
+        self.runtime = Runtime()
+        size = self.max_payload_bytes
+        self.meta = self.runtime.shared(context.exchange, self.call.meta_size() + size)
+        self.buffers = self.runtime.shared(context.exchange, size)
+        self.rank_data = context.torch.empty(8 * MIB, dtype=context.torch.uint8, device=context.device)
+        self.state = self.call.init_custom_ar(self.meta, self.rank_data, context.rank, True)
+        self.call.register_buffer(self.state, self.buffers)
+
+    def all_reduce(self, elements):
+        source, target = self.input[:elements], self.output[:elements]
+        if self.context.torch.cuda.is_current_stream_capturing():
+            self.reduce(source, target, 0, 0)  # reads the input in place; captured() tells the peers where it is
+        else:
+            self.reduce(source, target, self.buffers[self.context.rank], self.max_payload_bytes)
+
+    def captured(self):
+        handle, offsets = self.call.get_graph_buffer_ipc_meta(self.state)
+        everyone = self.context.exchange.gather([list(handle), list(offsets)])
+        self.call.register_graph_buffers(self.state, [one[0] for one in everyone], [one[1] for one in everyone])
+
+    def close(self):
+        self.call.dispose(self.state)
+        for addresses in (self.meta, self.buffers):
+            self.runtime.release(self.context.exchange, addresses)
+
+
+class SglCustom(Custom):
+    name = "sgl_custom"
+
+    def functions(self):
+        return importlib.import_module("sgl_kernel.allreduce")
+
+    def reduce(self, source, target, address, size):
+        self.call.all_reduce(self.state, source, target, address, size)
+
+
+def flashinfer_comm(generator):
+    """Return flashinfer.comm once the module it needs is compiled; building one here would take minutes."""
+    comm = importlib.import_module("flashinfer.comm")
+    spec = getattr(comm, generator)()
+    if not getattr(spec, "is_compiled", True):
+        raise Missing("FlashInfer's module {} is not compiled for this GPU".format(spec.name))
+    return comm
+
+
+class FlashInferCustom(Custom):
+    """The same code as sgl_custom in FlashInfer's build of it."""
+
+    name = "flashinfer_custom"
+
+    def functions(self):
+        comm = flashinfer_comm("gen_vllm_comm_module")
+        wanted = ("init_custom_ar", "meta_size", "register_buffer", "all_reduce", "dispose")
+        wanted += ("get_graph_buffer_ipc_meta", "register_graph_buffers")
+        return argparse.Namespace(**{name: getattr(comm, "vllm_" + name) for name in wanted})
+
+    def reduce(self, source, target, address, size):
+        self.call.all_reduce(self.state, source, target, address, size, 36)
+
+
+class FlashInferFused(Backend):
+    """FlashInfer's all-reduce fused with residual addition and RMSNorm, one shot.
+
+    The payload is tokens x hidden size. Launches overlap as they do in an engine (programmatic dependent launch),
+    so the time is that of one operation among many, not of one alone.
+    """
+
+    name = "flashinfer_fused"
+    max_payload_bytes = 4 * MIB
+
+    def __init__(self, context, largest_bytes):
+        torch, self.hidden = context.torch, context.options.hidden_size
+        self.comm = flashinfer_comm("gen_trtllm_comm_module")
+        super().__init__(context, largest_bytes)
+        tokens = self.elements // self.hidden
+        if not tokens or self.elements % self.hidden:
+            raise Missing("payloads are no multiple of the hidden size {}".format(self.hidden))
+        # CUDA IPC, not the unified workspace: that one refuses GPUs without multicast.
+        _handles, self.workspace = self.comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
+            context.rank, context.ranks, tokens, self.hidden, group=context.dist.group.WORLD
+        )
+        self.residual = torch.zeros(self.elements, dtype=context.dtype, device=context.device)
+        self.norm = torch.empty_like(self.residual)
+        self.weight = (1 + torch.arange(self.hidden, device=context.device) % 7 / 8).to(context.dtype)
+        self.pattern = self.comm.AllReduceFusionPattern.kARResidualRMSNorm
+        self.notes.update(hidden_size=self.hidden, launches_overlap=True)
+
+    def prepare(self, payload_bytes):
+        if payload_bytes // self.context.dtype.itemsize % self.hidden:
+            raise Missing("payloads are no multiple of the hidden size {}".format(self.hidden))
+        self.residual.zero_()  # then the residual output is the plain sum, which the check knows exactly
+        self.norm.fill_(math.nan)
+
+    def before_measure(self, elements):  # noqa: ARG002
+        self.residual.copy_(self.input[: self.elements])
+
+    def all_reduce(self, elements):
+        shape = (elements // self.hidden, self.hidden)
+        self.comm.trtllm_allreduce_fusion(
+            allreduce_in=self.input[:elements].view(shape),
+            world_size=self.context.ranks,
+            world_rank=self.context.rank,
+            token_num=shape[0],
+            hidden_dim=self.hidden,
+            workspace_ptrs=self.workspace,
+            launch_with_pdl=True,
+            trigger_completion_at_end=True,
+            fp32_acc=True,
+            pattern_code=self.pattern,
+            use_oneshot=True,
+            allreduce_out=None,
+            residual_in=self.residual[:elements].view(shape),
+            residual_out=self.output[:elements].view(shape),
+            norm_out=self.norm[:elements].view(shape),
+            quant_out=None,
+            scale_out=None,
+            rms_gamma=self.weight,
+            rms_eps=1e-6,
+            scale_factor=None,
+            layout_code=None,
+        )
+
+    def extra_check(self, elements):
+        torch = self.context.torch
+        shape = (elements // self.hidden, self.hidden)
+        total = self.output[:elements].view(shape).to(torch.float32)
+        want = total * torch.rsqrt(total.pow(2).mean(1, keepdim=True) + 1e-6) * self.weight.to(torch.float32)
+        got = self.norm[:elements].view(shape).to(torch.float32)
+        error = float((got - want).norm() / want.norm())
+        return error if math.isfinite(error) else None
+
+
+BACKENDS = [
+    Nccl,
+    NcclGraph,
+    NcclGraphTorch,
+    SymmetricOneShot,
+    SymmetricTwoShot,
+    SymmetricMultimem,
+    SglCustom,
+    FlashInferCustom,
+    FlashInferFused,
+    Gloo,
+]
 BACKEND_NAMES = [backend.name for backend in BACKENDS]
 DEFAULT_BACKENDS = {
-    "cuda": [name for name in BACKEND_NAMES if name not in ("gloo", "nccl_graph_torch")],
+    "cuda": [name for name in BACKEND_NAMES if name not in ("gloo", "nccl_graph_torch", "flashinfer_custom")],
     "cpu": ["gloo"],
 }
 REQUIRED_BACKENDS = {"cuda": ["nccl"], "cpu": ["gloo"]}
@@ -1373,9 +1605,7 @@ def check(context, backend, payload_bytes, kind, fault):
     limit = RELATIVE_L2_LIMIT[context.options.dtype]
 
     def is_right(view):
-        errors = [view["relative_l2"]] + (
-            [view["extra_relative_l2"]] if view["extra_relative_l2"] is not None else []
-        )
+        errors = (view["relative_l2"], view["extra_relative_l2"])
         return (
             not view["wrong_elements"]
             and not view["unwritten_elements"]
@@ -1385,7 +1615,7 @@ def check(context, backend, payload_bytes, kind, fault):
 
     bad = [rank for rank, view in enumerate(views) if not is_right(view)]
     errors = [view["relative_l2"] for view in views]
-    extras = [view["extra_relative_l2"] for view in views if view["extra_relative_l2"] is not None]
+    extras = [view["extra_relative_l2"] for view in views]
     firsts = [dict(view["first_wrong"], rank=rank) for rank, view in enumerate(views) if view["first_wrong"]]
     context.tell(
         "check",
@@ -1399,7 +1629,7 @@ def check(context, backend, payload_bytes, kind, fault):
             "unwritten_elements": sum(view["unwritten_elements"] for view in views),
             "canary_intact": all(view["canary_intact"] for view in views),
             "relative_l2": None if None in errors else max(errors),
-            "extra_relative_l2": max(extras) if extras else None,
+            "extra_relative_l2": None if None in extras else max(extras),
             "same_bits": len({view["bits"] for view in views}) == 1,
             "first_wrong": firsts[0] if firsts else None,
         },
@@ -1424,6 +1654,7 @@ class Timer:
                 self.operations = min(self.operations, 4)
             backend.input[: self.elements] *= scale
             self.pristine = backend.input[: self.elements].clone()
+        backend.before_measure(self.elements)
 
     def refill(self):
         """Undo the growth of an in-place sum."""
@@ -1504,65 +1735,69 @@ def measure(context, backend, payload_bytes):
     context.tell("row", value=row)
 
 
-def probe_compute(context, seconds=0.4):
-    """Multiply matrices for a while: the clocks rise, and a GPU shared with somebody else shows itself."""
+def intervals_us(context, operate, batches, length):
+    """Return the microseconds between ends of operations, batch by batch; the host waits between batches.
+
+    Intervals, not durations: when another process has the GPU for a while, the time passes between operations.
+    """
+    torch = context.torch
+    times = []
+    for _ in range(batches):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(length + 1)]
+        events[0].record()
+        for event in events[1:]:
+            operate()
+            event.record()
+        context.stream.synchronize()
+        times.extend(one.elapsed_time(other) * 1e3 for one, other in zip(events, events[1:]))  # noqa: B905, RUF007
+    return times
+
+
+def probe_compute(context):
+    """Multiply matrices for about 0.4 s: the clocks rise, and a GPU shared with somebody else shows itself."""
     torch = context.torch
     size = 4096
     left, right = (torch.randn(size, size, device=context.device, dtype=context.dtype) for _ in range(2))
-    pairs = []
     with torch.cuda.stream(context.stream):
         torch.mm(left, right)
         context.synchronize()
         context.exchange.barrier()
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            for _ in range(10):
-                before = torch.cuda.Event(enable_timing=True)
-                after = torch.cuda.Event(enable_timing=True)
-                before.record()
-                torch.mm(left, right)
-                after.record()
-                pairs.append((before, after))
-            context.stream.synchronize()
-    times = [before.elapsed_time(after) * 1e3 for before, after in pairs]
-    times = times[len(times) // 2 :]  # the first half raises the clocks
+        intervals_us(context, lambda: torch.mm(left, right), 50, 20)  # raises the clocks
+        times = intervals_us(context, lambda: torch.mm(left, right), 50, 20)
+    mean = sum(times) / len(times)
     own = {
         "rank": context.rank,
+        "mean_us": round(mean, 3),
         "median_us": round(median(times), 3),
         "p99_us": round(percentile(times, 0.99), 3),
         "max_us": round(max(times), 3),
-        "tflop_per_s": round(2 * size**3 / median(times) / 1e6, 1),
+        "tflop_per_s": round(2 * size**3 / mean / 1e6, 1),
     }
     context.tell("probe", name="compute", value=context.exchange.gather(own))
 
 
 def probe_peers(context, backend):
-    """Let every rank read every other rank's memory, one distance at a time, and tell the matrix in GB/s."""
+    """Let every rank read every other rank's memory, one distance at a time, and tell two matrices in GB/s.
+
+    Row: who reads; column: from whom. The median shows the link, the mean what somebody else left of it.
+    """
     torch = context.torch
     payload_bytes = min(64 * MIB, backend.elements * context.dtype.itemsize)
     elements = payload_bytes // context.dtype.itemsize
     target = torch.empty(elements, dtype=context.dtype, device=context.device)
-    own = [None] * context.ranks
+    medians, means = [None] * context.ranks, [None] * context.ranks
     for distance in range(1, context.ranks):
         peer = (context.rank + distance) % context.ranks
         source = backend.peer(peer, elements)
-        times = []
         context.exchange.barrier()
         with torch.cuda.stream(context.stream):
-            pairs = []
-            for _ in range(8):
-                before = torch.cuda.Event(enable_timing=True)
-                after = torch.cuda.Event(enable_timing=True)
-                before.record()
-                target.copy_(source)
-                after.record()
-                pairs.append((before, after))
-            context.stream.synchronize()
-            times = [before.elapsed_time(after) * 1e3 for before, after in pairs][2:]
-        own[peer] = round(algbw_gb_per_s(payload_bytes, median(times) / 1e6), 2)
+            target.copy_(source)
+            times = intervals_us(context, lambda: target.copy_(source), 2, 40)  # noqa: B023
+        medians[peer] = round(algbw_gb_per_s(payload_bytes, median(times) / 1e6), 2)
+        means[peer] = round(algbw_gb_per_s(payload_bytes, sum(times) / len(times) / 1e6), 2)
     context.exchange.barrier()
-    matrix = context.exchange.gather(own)
-    context.tell("probe", name="peer_read_gb_per_s", value=matrix)
+    context.tell("probe", name="peer_read_gb_per_s", value=context.exchange.gather(medians))
+    context.tell("probe", name="peer_read_mean_gb_per_s", value=context.exchange.gather(means))
 
 
 def root_line(error):
@@ -1700,7 +1935,7 @@ def worker_main(options):
         # Dies with its launcher, even when that is killed: PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
         pipe = os.fdopen(int(os.environ["BENCH_REPORT_FD"]), "w", encoding="utf-8")
-        stream = open(stack_file(directory, os.environ["RANK"]), "w")
+        stream = open(stack_file(directory, os.environ["RANK"]), "w")  # noqa: SIM115 (open until the end)
         faulthandler.register(signal.SIGUSR1, file=stream, all_threads=False)
 
         def tell(event):
@@ -1783,7 +2018,7 @@ def parser():
     line.add_argument("--backends", type=names, default=None)
     line.add_argument("--require", type=names, default=None)
     line.add_argument("--payloads", type=payload_list, default=None)
-    line.add_argument("--hidden-size", type=int, default=8192)
+    line.add_argument("--hidden-size", type=int, default=4096)
     line.add_argument("--dtype", choices=sorted(RELATIVE_L2_LIMIT), default=None)
     line.add_argument("--seed", type=int, default=1)
     line.add_argument("--allow-multicast", action="store_true")
