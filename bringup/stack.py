@@ -146,8 +146,8 @@ class Step(_Model):
     """One entry of the guarded order.
 
     ``index`` "default" is the controller's own configured index; ``sources`` names another one for single
-    distributions (a dependency that an index lacks is looked for on "default"). ``family`` names distributions whose public
-    versions must agree. ``imports`` are imported in a fresh process after the step. ``optional`` means the
+    distributions (a dependency that an index lacks is looked for on "default"). ``family`` names distributions
+    whose public versions must agree. ``imports`` are imported in a fresh process after the step. ``optional`` means the
     package survives without its shared objects.
     """
 
@@ -465,7 +465,8 @@ def _explained(error: ValidationError) -> Iterator[str]:
             case "extra_forbidden":
                 yield f"unknown key '{key}'"
             case "too_short":
-                yield f"'{key}': wanted at least {problem['ctx']['min_length']}, found {problem['ctx']['actual_length']}"
+                lengths = problem["ctx"]
+                yield f"'{key}': wanted at least {lengths['min_length']}, found {lengths['actual_length']}"
             case _:
                 yield f"'{key}': {message}{shown}" if key else message
 

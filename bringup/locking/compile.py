@@ -21,13 +21,13 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from bringup.errors import BringupError, InputError
 from bringup.locking.settings import Source, Sources
 
-PLATFORMS = tuple(f"cp3{minor}-{machine}" for minor in (11, 12, 13) for machine in ("x86_64", "aarch64"))
+PLATFORMS = tuple(f"cp3{minor}-{machine}" for machine in ("aarch64", "x86_64") for minor in (11, 12, 13))
 """Every platform that a lock may hold."""
 
 GLIBC = (2, 36)
 """The newest glibc that a locked wheel may ask for: that of Debian 12, the oldest release bringup supports."""
 
-_PLATFORM = re.compile(r"cp3(\d{2})-(x86_64|aarch64)")
+_PLATFORM = re.compile(r"cp3(11|12|13)-(x86_64|aarch64)")
 _PROJECT = "bringup-lock"
 # What uv may see of our environment. Stray UV_* and PIP_* variables would change what a stack means.
 _PASSED = (

@@ -224,7 +224,5 @@ def parse_packages(text: str, architecture: str, *, source: str) -> tuple[Packag
     return tuple(found)
 
 
-def _groups(
-    entry: Mapping[str, str], keys: tuple[str, ...], architecture: str
-) -> tuple[tuple[Relation, ...], ...]:
+def _groups(entry: Mapping[str, str], keys: tuple[str, ...], architecture: str) -> tuple[tuple[Relation, ...], ...]:
     return tuple(group for key in keys for group in parse_relations(entry.get(key, ""), architecture))

@@ -89,9 +89,7 @@ def fetch_files(
                 say(f"{file.file} ({file.size_bytes / 1e6:.1f} MB)")
                 target = cache / file.file
                 url = found[file.file]
-                http.download(
-                    client, url, target, size=file.size_bytes, sha256=file.sha256, auth=sources.login(url)
-                )
+                http.download(client, url, target, size=file.size_bytes, sha256=file.sha256, auth=sources.login(url))
     for file in missing:
         _serve(mirror_dir, file, cache / file.file)
     return Fetched(
@@ -110,9 +108,7 @@ def _is_served(mirror_dir: Path, file: LockedFile) -> bool:
     directory = _directory(mirror_dir, file)
     path = directory / file.file
     return (
-        path.is_file()
-        and path.stat().st_size == file.size_bytes
-        and _listed(directory).get(file.file) == file.sha256
+        path.is_file() and path.stat().st_size == file.size_bytes and _listed(directory).get(file.file) == file.sha256
     )
 
 

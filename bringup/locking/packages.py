@@ -46,9 +46,7 @@ def repository_defaults() -> Mapping[str, str]:
 
 def releases() -> Mapping[str, Release]:
     """Return every release that a lock may hold packages for, by name (``debian12-x86_64``)."""
-    return {
-        name: Release(name, entry["path"], entry["architecture"]) for name, entry in _data()["release"].items()
-    }
+    return {name: Release(name, entry["path"], entry["architecture"]) for name, entry in _data()["release"].items()}
 
 
 def resolve_packages(
@@ -231,9 +229,7 @@ class _Resolver:
         is_ours = False
         for relation in group:
             named = self.by_name.get(relation.name, [])
-            offered = [
-                each for each in (*named, *self.providers.get(relation.name, ())) if each.satisfies(relation)
-            ]
+            offered = [each for each in (*named, *self.providers.get(relation.name, ())) if each.satisfies(relation)]
             is_ours = is_ours or bool(named)
             free = [each for each in offered if each.name not in chosen]
             best: Package | None = next((each for each in free if prefer(each)), free[0] if free else None)
@@ -290,9 +286,7 @@ class _Resolver:
         )
 
     def _missing(self, names: Iterable[str], what: str) -> InputError:
-        near = sorted(
-            {DebianVersion(each.version).upstream for name in names for each in self.by_name.get(name, ())}
-        )
+        near = sorted({DebianVersion(each.version).upstream for name in names for each in self.by_name.get(name, ())})
         return InputError(
             f"{self.repository.url} has no packages for {what}",
             why=f"wanted one of {', '.join(dict.fromkeys(names))}, found "

@@ -27,9 +27,7 @@ class Repository:
     release_sha256: str
 
 
-def read_repository(
-    http: httpx.Client, url: str, *, architecture: str, key: bytes, fingerprint: str
-) -> Repository:
+def read_repository(http: httpx.Client, url: str, *, architecture: str, key: bytes, fingerprint: str) -> Repository:
     """Return the packages of the flat repository at ``url``, its signature checked.
 
     ``key`` is the public key, armoured or not; ``fingerprint`` is what that key must be. Raises BringupError

@@ -83,7 +83,7 @@ def resolve(
     A step sees everything the earlier steps fixed as exact requirements on the index they came from, its own index
     first, the default one for what that lacks, and the stack's overrides. ``preferred`` names versions to keep
     where they still fit (those of the lock being renewed). Raises InputError with uv's own explanation when a step
-    has no solution, or would change what an earlier step fixed.
+    has no solution.
     """
     split(platform)
     if stack.python.existing is not None:
@@ -154,7 +154,6 @@ class _Question:
         new = []
         for answer in answers:
             if answer.name in self.fixed:
-                self._unchanged(answer)
                 continue
             origin = origins.get(answer.name, Origin("default", ()))
             file = self._file(answer, project.indexes.get(answer.name, origin.index))
@@ -183,12 +182,14 @@ class _Question:
         """Yield the stack's overrides for uv.
 
         An override makes uv forget which index a distribution is bound to, so that of a bound one names its file.
+        What an earlier step fixed stays fixed, however wide the override is.
         """
         for override in self.stack.python.overrides:
             name = canonicalize_name(Requirement(override.requirement).name)
             done = self.fixed.get(name)
-            if done is not None and done.locked.index != "default":
-                yield f"{name} @ {done.url}"
+            if done is not None:
+                is_bound = done.locked.index != "default"
+                yield f"{name} @ {done.url}" if is_bound else f"{name}=={done.locked.version}"
             elif name in bound:
                 index, text = bound[name]
                 yield f"{name} @ {self._address(name, text, index)}"
@@ -199,15 +200,6 @@ class _Question:
         project = Project([requirement], {name: index}, with_dependencies=False)
         answers = self.compiler.answers(project, what=f"{self._where}: {requirement} on index {index}")
         return self._file(answers[0], index).url
-
-    def _unchanged(self, answer: Answer) -> None:
-        wanted = self.fixed[answer.name].locked.version
-        if answer.version and answer.version != wanted:
-            raise InputError(
-                f"{self._where}: step {self.step.name} would change {answer.name}",
-                why=f"wanted {wanted} as an earlier step has it, found {answer.version}",
-                hint="give the override and the earlier step one version",
-            )
 
     def _file(self, answer: Answer, index: str) -> ResolvedFile:
         wheel = best_wheel(answer.wheels, self.compiler.platform)

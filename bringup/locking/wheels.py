@@ -101,9 +101,7 @@ def _versions(previous: Lock | None, platform: str) -> dict[str, str]:
 
 def _with_sizes(resolved: tuple[ResolvedPlatform, ...], sources: Sources) -> tuple[ResolvedPlatform, ...]:
     """Return the resolution with every size known; a PEP 503 page tells none, so its server is asked."""
-    unknown = {
-        file.locked.file: file for platform in resolved for file in platform.files if not file.locked.size_bytes
-    }
+    unknown = {file.locked.file: file for platform in resolved for file in platform.files if not file.locked.size_bytes}
     if not unknown:
         return resolved
     with http.client(sources.default.certificate) as client:

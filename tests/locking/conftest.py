@@ -1,0 +1,58 @@
+"""Serve small wheel indexes on the loopback, with the traps of the real ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from small_index import X86, Quiet, Site
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """Serve an empty site; uv keeps its cache beside it, so that no test sees another one's indexes."""
+    root = tmp_path / "site"
+    root.mkdir()
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root)))
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield Site(root, f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def indexes(site: Site) -> Site:
+    """Fill the site with the shape of a CUDA 13 stack.
+
+    pytorch lacks what torch also needs; sglang has an older copy of it; flashinfer-jit-cache is on an index of its
+    own; the default index has the cu128 torch that a bare requirement would drag in.
+    """
+    for minor in (11, 12):
+        tag = f"cp3{minor}-cp3{minor}-{X86}"
+        site.add("pytorch", "torch", "2.9.1+cu130", "demo-runtime==13.0.96", "demo-jinja>=2", tag=tag)
+    site.add("pytorch", "demo-runtime", "13.0.96", tag="py3-none-any", build="1")
+    site.add("pytorch", "demo-runtime", "13.0.96", tag="py3-none-any", build="2")
+    site.add("pytorch", "demo-jinja", "1.0")
+    site.add("sglang", "sgl-kernel", "0.3.21+cu130", "demo-helper", tag=f"cp310-abi3-{X86}")
+    site.add("sglang", "demo-helper", "0.9")
+    site.add("flashinfer", "flashinfer-jit-cache", "0.6.4+cu130", tag=f"cp39-abi3-{X86}")
+    site.add("default", "torch", "2.9.1", tag=f"cp311-cp311-{X86}")
+    site.add("default", "demo-jinja", "2.0")
+    site.add("default", "demo-jinja", "2.1")
+    site.add("default", "demo-helper", "1.5")
+    site.add("default", "flashinfer-python", "0.6.4", "torch", "demo-jinja")
+    site.add("default", "flashinfer-python", "0.6.3", "torch", "demo-jinja")
+    site.add(
+        "default", "sglang", "0.5.9",
+        "flashinfer-python==0.6.3", "flashinfer-jit-cache==0.6.3", "torch==2.9.1", "sgl-kernel==0.3.21",
+    )  # fmt: skip
+    return site
