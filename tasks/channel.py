@@ -26,6 +26,7 @@ from tasks.run import worker_path
 
 _CHUNK_BYTES = 1 << 16
 _KEPT_ERROR_BYTES = 1 << 14
+_MISSING = 44
 
 
 class Channel(Protocol):
@@ -42,6 +43,9 @@ class Channel(Protocol):
 
         ``timeout_s`` None waits for as long as it takes; TimeoutError is raised otherwise.
         """
+
+    def read(self, timeout_s: float | None = None) -> str:
+        """Return what is left of standard output; raises TimeoutError when it does not end."""
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Return the exit status; raises TimeoutError when the command has not ended by then."""
@@ -98,6 +102,29 @@ def push(host: Host, path: str, content: bytes | Path, *, mode: str = "0600") ->
         raise HostError(f"cannot write {path}", host=host.name, why=channel.errors().strip() or f"status {status}")
 
 
+def fetch(host: Host, path: str, *, missing: str | None = None) -> str:
+    """Return a file's text from a host; ``missing`` instead of a file that is not there, unless it is None.
+
+    Raises HostError with what the host said when it could not be read.
+    """
+    script = f'test -e "$1" || exit {_MISSING}; exec cat "$1"'
+    try:
+        channel = open_channel(host, ["sh", "-c", script, "sh", path])
+        try:
+            text = channel.read(timeout_s=60)
+            status = channel.wait(timeout_s=60)
+        finally:
+            channel.close()
+    except OSError as error:
+        raise HostError(f"cannot read {path}", host=host.name, why=str(error)) from None
+    if status == _MISSING and missing is not None:
+        return missing
+    if status != 0:
+        why = "it is not there" if status == _MISSING else channel.errors().strip()
+        raise HostError(f"cannot read {path}", host=host.name, why=why)
+    return text
+
+
 def _measured(content: bytes | Path) -> tuple[int, str]:
     if isinstance(content, bytes):
         return len(content), hashlib.sha256(content).hexdigest()
@@ -149,6 +176,13 @@ class _Lines:
         self._buffer += data
         self._ended |= not data
 
+    def rest(self) -> str | None:
+        """Return all that is left once the end is there, None before."""
+        if not self._ended:
+            return None
+        rest, self._buffer = self._buffer, b""
+        return rest.decode("utf-8", "replace")
+
 
 class _SshChannel:
     """A command in a session of its own on pyinfra's ssh connection."""
@@ -174,13 +208,21 @@ class _SshChannel:
 
     def readline(self, timeout_s: float | None = None) -> str:
         while (line := self._lines.next()) is None:
-            self._session.settimeout(timeout_s)
-            self._drain_errors()
-            try:
-                self._lines.feed(self._session.recv(_CHUNK_BYTES))
-            except TimeoutError:
-                raise TimeoutError(f"no line within {timeout_s} s") from None
+            self._receive(timeout_s)
         return line
+
+    def read(self, timeout_s: float | None = None) -> str:
+        while (rest := self._lines.rest()) is None:
+            self._receive(timeout_s)
+        return rest
+
+    def _receive(self, timeout_s: float | None) -> None:
+        self._session.settimeout(timeout_s)
+        self._drain_errors()
+        try:
+            self._lines.feed(self._session.recv(_CHUNK_BYTES))
+        except TimeoutError:
+            raise TimeoutError(f"no output within {timeout_s} s") from None
 
     def wait(self, timeout_s: float | None = None) -> int:
         # A command whose output nobody reads stops at a full window, so it is read to its end here.
@@ -272,6 +314,13 @@ class _LocalChannel:
             if not self._changed.wait_for(lambda: self._lines or self._open == 0, timeout_s):
                 raise TimeoutError(f"no line within {timeout_s} s")
             return self._lines.pop(0).decode("utf-8", "replace") if self._lines else ""
+
+    def read(self, timeout_s: float | None = None) -> str:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._open == 0, timeout_s):
+                raise TimeoutError(f"output did not end within {timeout_s} s")
+            lines, self._lines = self._lines, []
+        return "\n".join(line.decode("utf-8", "replace") for line in lines)
 
     def wait(self, timeout_s: float | None = None) -> int:
         try:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import version
@@ -31,7 +31,7 @@ from bringup.locking import settings as controller
 from bringup.stack import LockedStep, Stack, Step
 from tasks import candidate
 from tasks.channel import push
-from tasks.run import Command, Context, converges, do, is_executing, refuse, work, write
+from tasks.run import Command, Commands, Context, converges, do, is_executing, refuse, work, write
 
 HOME = "/opt/bringup"
 JIT_CACHE = "/var/cache/bringup"
@@ -169,14 +169,14 @@ def _patch(stack: Stack, number: int) -> dict[str, Any]:
 
 
 @converges("environment.launcher")
-def launcher(context: Context) -> Iterator[Command]:
+def launcher(context: Context) -> Commands:
     """Put the launcher that services use in place."""
     del context
     yield write(wanted.LAUNCHER_FILE, (paths.files() / "run").read_bytes(), mode="0755")
 
 
 @converges("environment.existing", *candidate.CONTENT, "environment.current")
-def environment(context: Context) -> Iterator[Command]:
+def environment(context: Context) -> Commands:
     """Build the wanted environment unless a sound one of that digest is there already."""
     host, stack, state = context.host, context.stack, context.state
     if stack.python.existing is not None:
@@ -226,7 +226,7 @@ def _deep(context: Context) -> list[str]:
 
 def _install(
     context: Context, run: _Builder, step: Step, locked: LockedStep, secrets: dict[str, Any]
-) -> Iterator[Command]:
+) -> Commands:
     """Install one step and guard it: what it changed, families, symbols, imports."""
     if secrets:
         push(context.host, CREDENTIALS, json.dumps(secrets).encode(), mode="0600")
@@ -241,7 +241,7 @@ def _install(
     yield from _import(run, step)
 
 
-def _import(run: _Builder, step: Step) -> Iterator[Command]:
+def _import(run: _Builder, step: Step) -> Commands:
     if step.imports and not run.is_refused:
         yield run.command("imports", step.name)
         yield from run.judge(guard.imported(run.last("imports")))
@@ -281,7 +281,7 @@ class _Builder:
         """Return the version of everything installed so far."""
         return {name: seen["version"] for name, seen in self._log()["snapshot"].items()}
 
-    def judge(self, findings: Iterable[Finding]) -> Iterator[Command]:
+    def judge(self, findings: Iterable[Finding]) -> Commands:
         """Tell the findings; refuse the host at the first refusal among them."""
         refusal = None if self.is_refused else tell(self.host, findings)
         if refusal is not None:

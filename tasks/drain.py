@@ -1,0 +1,67 @@
+"""Run the inventory's drain and undrain commands on the controller, around what can disturb a serving host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from weakref import WeakSet
+
+from pyinfra.api.host import Host
+
+from bringup import facts
+from bringup.finding import Finding
+
+HOOK_LIMIT_S = 1800
+
+_drained: WeakSet[Host] = WeakSet()
+
+
+def drain(host: Host) -> Finding | None:
+    """Take the host out of service; return why that did not work, or None. A drained host is left as it is."""
+    if host in _drained:
+        return None
+    problem = _hook(host, facts.settings(host).drain, "drain")
+    if problem is None:
+        _drained.add(host)
+    return problem
+
+
+def undrain(host: Host) -> Finding | None:
+    """Put a host that ``drain`` took out back into service; return why that did not work, or None."""
+    if host not in _drained:
+        return None
+    _drained.discard(host)
+    return _hook(host, facts.settings(host).undrain, "undrain")
+
+
+def _hook(host: Host, command: str | None, name: str) -> Finding | None:
+    if command is None:
+        return None
+    environment = {**os.environ, "BRINGUP_HOST": host.name, "BRINGUP_RUN_ID": facts.RUN_ID}
+    try:
+        done = subprocess.run(
+            command,
+            shell=True,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=HOOK_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return _failed(name, f"it did not end within {HOOK_LIMIT_S} s", None)
+    if done.returncode == 0:
+        return None
+    said = done.stdout.decode("utf-8", "replace").strip().splitlines()
+    return _failed(name, said[-1][:300] if said else "it said nothing", done.returncode)
+
+
+def _failed(name: str, said: str, status: int | None) -> Finding:
+    return Finding(
+        code="BU-VFY-001" if name == "drain" else "BU-VFY-002",
+        severity="error" if name == "drain" else "warning",
+        cause=f"the {name} command failed: {said}",
+        remedy=f"see bringup_{name} in the inventory; it gets the host's name in $BRINGUP_HOST",
+        evidence={"status": status},
+    )
