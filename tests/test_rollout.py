@@ -629,6 +629,52 @@ def test_hosts_that_do_not_answer_count_as_failed(unreachable: list[str], expect
     assert decide(rollout, 6.0).record == expected
 
 
+def test_a_rack_without_room_is_passed_over_and_named_at_the_end() -> None:
+    hosts = fleet(6, racks=2)
+    limits = Limits(Limit(4), per_domain=Limit(1))
+    waves = plan_waves(hosts, 1, 1, limits.unavailable, per_domain=limits.per_domain)
+    assert waves == (("gpu-1",), ("gpu-2",), ("gpu-3",), ("gpu-4",), ("gpu-5",), ("gpu-6",))
+    rollout = prepared(replay([Started(0.0, "r1", "lab", "d1", hosts, waves, limits)]))
+    taken = []
+    while not rollout.is_over:
+        rollout = advance(rollout, Observed(5.0, ("gpu-4",)))
+        record = decide(rollout, 6.0).record
+        assert record is not None
+        rollout = advance(rollout, record)
+        taken += rollout.wave
+        for step in ("drain", "cutover", "gate", "undrain"):
+            for name in rollout.wave:
+                rollout = did(rollout, name, step)
+    assert taken == ["gpu-1", "gpu-3", "gpu-5"]
+    assert rollout.halt == (
+        "2 hosts (gpu-2 and more) may not be taken out of service: too many of rack-0 are unavailable: gpu-4"
+    )
+
+
+def test_nothing_passes_the_canary_over() -> None:
+    hosts = fleet(4, racks=2)
+    limits = Limits(Limit(4), per_domain=Limit(1))
+    rollout = prepared(
+        replay([Started(0.0, "r1", "lab", "d1", hosts, (("gpu-1",), ("gpu-2", "gpu-3"), ("gpu-4",)), limits)])
+    )
+    rollout = advance(rollout, Observed(5.0, ("gpu-3",)))
+    assert decide(rollout, 6.0).record == Halted(
+        6.0,
+        "4 hosts (gpu-1 and more) may not be taken out of service: too many of rack-0, rack-1 are unavailable: gpu-3",
+    )
+
+
+def test_a_host_that_vanished_after_its_wave_keeps_the_rollout_from_being_complete() -> None:
+    rollout = wave_done(prepared(begin(2)))
+    rollout = advance(rollout, Observed(5.0, ("gpu-1",)))
+    record = decide(rollout, 6.0).record
+    assert isinstance(record, WaveOpened)
+    rollout = advance(rollout, record)
+    for step in ("drain", "cutover", "gate", "undrain"):
+        rollout = did(rollout, "gpu-2", step)
+    assert (rollout.status, rollout.failed, rollout.is_complete) == ("done", ("gpu-1",), False)
+
+
 def test_a_wave_shrinks_to_the_room_that_is_left() -> None:
     rollout = wave_done(prepared(begin(6)))
     rollout = advance(rollout, Observed(5.0, ("gpu-6",)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bringup.rollout.state import Rollout, step_for
 from bringup.rollout.transition import Halted, Step, WaveOpened
-from bringup.rollout.wave import Room, natural, next_wave
+from bringup.rollout.wave import Room, Wave, natural, next_wave
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,11 @@ class Decision:
 
 
 def decide(rollout: Rollout, now_s: float) -> Decision:
-    """Return what a controller should do next; the time only stamps what is to be recorded."""
+    """Return what a controller should do next; the time only stamps what is to be recorded.
+
+    Costs time proportional to the open wave, and to the fleet between waves and while hosts have yet to be
+    prepared.
+    """
     if rollout.is_over:
         return Decision()
     if rollout.wave:
@@ -42,21 +46,31 @@ def decide(rollout: Rollout, now_s: float) -> Decision:
     if rollout.status != "running":
         return Decision()
     preparations = _preparations(rollout)
-    planned = rollout.waves[rollout.planned_at]
-    if any(rollout.states[name].phase == "waiting" for name in planned):
+    if _is_preparing(rollout, rollout.planned_at):
         return Decision(do=preparations)
     if why := _prepare_refusal(rollout):
         return Decision(record=Halted(now_s, why))
     if not rollout.is_observed:
         return Decision(must_observe=True, do=preparations)
+    for at in range(rollout.planned_at, rollout.last_wave_at + 1):
+        if _is_preparing(rollout, at):
+            return Decision(do=preparations)
+        if wave := _wave_from(rollout, rollout.waves[at]):
+            return Decision(record=WaveOpened(now_s, wave), do=preparations)
+    return Decision(record=Halted(now_s, _no_room(rollout)))
+
+
+def _is_preparing(rollout: Rollout, at: int) -> bool:
+    return any(rollout.states[name].phase == "waiting" for name in rollout.waves[at])
+
+
+def _wave_from(rollout: Rollout, planned: Wave) -> Wave:
     ready = deque(
         name for name in planned if rollout.states[name].phase == "prepared" and name not in rollout.unreachable
     )
-    room = Room(rollout.hosts, rollout.limits, rollout.unavailable)
-    wave = next_wave(ready, len(planned), room)
-    if not wave:
-        return Decision(record=Halted(now_s, _no_room(rollout)))
-    return Decision(record=WaveOpened(now_s, wave), do=preparations)
+    if not ready:
+        return ()
+    return next_wave(ready, len(planned), Room(rollout.hosts, rollout.limits, rollout.unavailable))
 
 
 def _steps(rollout: Rollout, names: Iterable[str]) -> tuple[Do, ...]:
@@ -70,7 +84,7 @@ def _steps(rollout: Rollout, names: Iterable[str]) -> tuple[Do, ...]:
 
 
 def _preparations(rollout: Rollout) -> tuple[Do, ...]:
-    if not rollout.waiting:
+    if not rollout.unbegun:
         return ()
     planned = (name for wave in rollout.waves for name in wave)
     return _steps(rollout, (name for name in planned if rollout.states[name].phase == "waiting"))
@@ -93,13 +107,30 @@ def _prepare_refusal(rollout: Rollout) -> str | None:
 
 
 def _no_room(rollout: Rollout) -> str:
+    missing = sorted(rollout.unavailable, key=natural)
+    left = [
+        host
+        for host in rollout.hosts
+        if rollout.states[host.name].phase == "prepared" and host.name not in rollout.unreachable
+    ]
+    room = Room(rollout.hosts, rollout.limits, rollout.unavailable)
+    names = [host.name for host in left]
+    if room.total > 0:
+        domains = sorted({host.domain for host in left if host.domain}, key=natural)
+        return (
+            f"{_counted(names)} may not be taken out of service: too many of {', '.join(domains[:5])} are "
+            f"unavailable: {_told(rollout, [n for n in missing if room.domain_of(n) in domains])}"
+        )
     gpu_hosts = sum(host.has_gpus for host in rollout.hosts)
     allowed = rollout.limits.unavailable.of(gpu_hosts)
-    missing = sorted(rollout.unavailable, key=natural)
     return (
         f"no host may be taken out of service: {len(missing)} of {gpu_hosts} GPU hosts are unavailable, "
         f"{allowed} may be: {_told(rollout, missing)}"
     )
+
+
+def _counted(names: Sequence[str]) -> str:
+    return f"{len(names)} hosts ({names[0]} and more)" if len(names) > 1 else names[0]
 
 
 def _told(rollout: Rollout, names: Sequence[str], most: int = 5) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
+from functools import reduce
 from typing import Literal
 
+from bringup.rollout.overlay import Overlay
 from bringup.rollout.transition import (
     AbortAsked,
     Halted,
@@ -97,8 +98,8 @@ class Rollout:
     ``wave`` is the open wave, empty between waves; ``wave_number`` counts the waves opened in this pass, and
     ``planned_at`` is the planned wave whose hosts are next. ``stuck`` are the hosts that a failure left out
     of service, ``pinned`` those that were rolled back from ``digest``. ``halt`` says why it stopped.
-    ``waiting`` counts the hosts still to be prepared, ``undecided`` those of the open wave that may still
-    pass or fail.
+    ``unbegun`` counts the hosts whose preparation has not begun, ``undecided`` those of the open wave that
+    may still pass or fail.
     """
 
     id: str
@@ -109,8 +110,8 @@ class Rollout:
     limits: Limits
     passes: tuple[Pass, ...]
     soak_s: float
-    states: Mapping[str, HostState]
-    waiting: int
+    states: Overlay[HostState]
+    unbegun: int
     status: Status = "running"
     pass_at: int = 0
     planned_at: int = 0
@@ -135,6 +136,16 @@ class Rollout:
         return self.unreachable | self.stuck | frozenset(self.wave)
 
     @property
+    def last_wave_at(self) -> int:
+        """Return the last planned wave whose hosts may be taken now.
+
+        Hosts of a domain that has no room are passed over for those of later waves, but nothing passes the
+        canary over.
+        """
+        canary = (self.states[name].phase for name in self.waves[0])
+        return len(self.waves) - 1 if "done" in canary else self.planned_at
+
+    @property
     def failed(self) -> tuple[str, ...]:
         """Return the hosts that ended badly or do not answer, in order of waves."""
         return tuple(
@@ -151,8 +162,8 @@ class Rollout:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every host is where the stack wants it."""
-        return self.status == "done" and all(state.phase == "done" for state in self.states.values())
+        """Return whether every host is where the stack wants it, and answers."""
+        return self.status == "done" and not self.failed
 
     def resume_refusal(self, digest: str, *, is_unpinned: bool = False) -> str | None:
         """Return why ``Resumed`` with this digest cannot be recorded, or None when it can."""
@@ -173,11 +184,7 @@ def replay(transitions: Iterable[Transition]) -> Rollout:
     first = next(story, None)
     if not isinstance(first, Started):
         raise ValueError("a rollout begins with the transition 'started'")  # noqa: TRY004 - a wrong story
-    states: dict[str, HostState] = {}
-    rollout = _start(first, states)
-    for transition in story:
-        rollout = _apply(rollout, transition, states)
-    return replace(rollout, states=MappingProxyType(states))
+    return reduce(advance, story, _start(first))
 
 
 def advance(rollout: Rollout, transition: Transition) -> Rollout:
@@ -186,18 +193,40 @@ def advance(rollout: Rollout, transition: Transition) -> Rollout:
     Raises ValueError for one that cannot follow. A wave beyond the limits is such a one, so that no mistake
     of a caller can open it.
     """
-    states = dict(rollout.states)
-    return replace(_apply(rollout, transition, states), states=MappingProxyType(states))
+    match transition:
+        case StepBegun():
+            return _begin(rollout, transition)
+        case StepEnded():
+            return _settle(_end(rollout, transition))
+        case Observed():
+            return _observe(rollout, transition)
+        case WaveOpened():
+            return _open(rollout, transition)
+        case Halted():
+            if rollout.status != "running" or rollout.wave:
+                raise ValueError(f"rollout {rollout.id} cannot halt here: it is {rollout.status}")
+            return replace(rollout, status="halted", halt=transition.why)
+        case PauseAsked():
+            if rollout.status != "running":
+                raise ValueError(f"rollout {rollout.id} cannot be paused: it is {rollout.status}")
+            return _settle(replace(rollout, status="pausing"))
+        case AbortAsked():
+            if rollout.status in ("done", "aborted"):
+                raise ValueError(f"rollout {rollout.id} cannot be aborted: it is {rollout.status}")
+            return _settle(replace(rollout, status="aborting"))
+        case Resumed():
+            return _settle(_resume(rollout, transition))
+        case Started():
+            raise ValueError(f"rollout {rollout.id} has already started")
 
 
-def _start(started: Started, states: dict[str, HostState]) -> Rollout:
+def _start(started: Started) -> Rollout:
     names = {host.name for host in started.hosts}
     planned = [name for wave in started.waves for name in wave]
     if len(planned) != len(set(planned)) or set(planned) != names or len(names) != len(started.hosts):
         raise ValueError("every host must be in exactly one wave")
     if not names or not all(started.waves) or not started.passes:
         raise ValueError("a rollout needs at least one host, one pass, and no empty wave")
-    states.update((name, _WAITING) for name in planned)
     return Rollout(
         id=started.id,
         stack=started.stack,
@@ -207,50 +236,26 @@ def _start(started: Started, states: dict[str, HostState]) -> Rollout:
         limits=started.limits,
         passes=started.passes,
         soak_s=started.soak_s,
-        states=states,
-        waiting=len(states),
+        states=Overlay(dict.fromkeys(planned, _WAITING)),
+        unbegun=len(planned),
     )
 
 
-def _apply(rollout: Rollout, transition: Transition, states: dict[str, HostState]) -> Rollout:
-    match transition:
-        case StepBegun():
-            return _begin(rollout, transition, states)
-        case StepEnded():
-            return _settle(_end(rollout, transition, states), states)
-        case Observed():
-            return _observe(rollout, transition, states)
-        case WaveOpened():
-            return _open(rollout, transition, states)
-        case Halted():
-            if rollout.status != "running" or rollout.wave:
-                raise ValueError(f"rollout {rollout.id} cannot halt here: it is {rollout.status}")
-            return replace(rollout, status="halted", halt=transition.why)
-        case PauseAsked():
-            if rollout.status != "running":
-                raise ValueError(f"rollout {rollout.id} cannot be paused: it is {rollout.status}")
-            return _settle(replace(rollout, status="pausing"), states)
-        case AbortAsked():
-            if rollout.status in ("done", "aborted"):
-                raise ValueError(f"rollout {rollout.id} cannot be aborted: it is {rollout.status}")
-            return _settle(replace(rollout, status="aborting"), states)
-        case Resumed():
-            return _settle(_resume(rollout, transition, states), states)
-        case Started():
-            raise ValueError(f"rollout {rollout.id} has already started")
-
-
-def _begin(rollout: Rollout, begun: StepBegun, states: dict[str, HostState]) -> Rollout:
-    state = _state(states, begun.host)
+def _begin(rollout: Rollout, begun: StepBegun) -> Rollout:
+    state = _state(rollout, begun.host)
     wanted = step_for(rollout, begun.host, state)
     if state.doing is not None or begun.step != wanted:
-        raise ValueError(f"{begun.host}: {begun.step} cannot begin, {state.doing or wanted or 'nothing'} is next")
-    states[begun.host] = replace(state, doing=begun.step)
-    return rollout
+        turn = state.doing or wanted or "nothing"
+        raise ValueError(f"{begun.host}: {begun.step} cannot begin, {turn} is next")
+    return replace(
+        rollout,
+        states=rollout.states.changed({begun.host: replace(state, doing=begun.step)}),
+        unbegun=rollout.unbegun - (begun.step == "prepare"),
+    )
 
 
-def _end(rollout: Rollout, ended: StepEnded, states: dict[str, HostState]) -> Rollout:
-    host, step, before = ended.host, ended.step, _state(states, ended.host)
+def _end(rollout: Rollout, ended: StepEnded) -> Rollout:
+    host, step, before = ended.host, ended.step, _state(rollout, ended.host)
     if before.doing != step:
         raise ValueError(f"{host}: {step} cannot end, {before.doing or 'nothing'} is under way")
     phase = _phase_after(before.phase, ended)
@@ -260,15 +265,15 @@ def _end(rollout: Rollout, ended: StepEnded, states: dict[str, HostState]) -> Ro
         phase = "stuck"
     # What made a host fail is worth more than how its rollback went.
     why = before.why if phase in ("rolled_back", "reverted") else ended.why
-    states[host] = HostState(phase=phase, since_s=ended.time_s, why=why if phase != "done" else None)
+    state = HostState(phase=phase, since_s=ended.time_s, why=why if phase != "done" else None)
     is_now_decided = not _is_decided(before.phase) and _is_decided(phase)
     told = f"{host}: {step} failed" + (f": {ended.why}" if ended.why else "")
     return replace(
         rollout,
-        waiting=rollout.waiting - (step == "prepare"),
+        states=rollout.states.changed({host: state}),
         undecided=rollout.undecided - (is_now_decided and host in rollout.wave),
         unreachable=rollout.unreachable | {host} if ended.is_unreachable else rollout.unreachable - {host},
-        stuck=_stuck_after(rollout.stuck, host, ended.step, phase),
+        stuck=_stuck_after(rollout.stuck, host, step, phase),
         pinned=rollout.pinned | {host} if phase == "rolled_back" else rollout.pinned,
         is_wave_failed=rollout.is_wave_failed or failed_cutover,
         halt=rollout.halt or (told if failed_cutover or phase in ("drain_failed", "stuck") else None),
@@ -291,31 +296,28 @@ def _phase_after(phase: Phase, ended: StepEnded) -> Phase:
     return _LEADS_TO[ended.step, is_ok]
 
 
-def _observe(rollout: Rollout, observed: Observed, states: dict[str, HostState]) -> Rollout:
-    missing = frozenset(observed.unreachable) & states.keys()
+def _observe(rollout: Rollout, observed: Observed) -> Rollout:
+    missing = frozenset(observed.unreachable) & rollout.states.keys()
     rollout = replace(rollout, unreachable=missing, is_observed=True)
+    lost = HostState("unprepared", since_s=observed.time_s, why="did not answer")
     # A host that does not answer when its turn comes has failed; one whose turn is later may come back.
-    while not rollout.wave and rollout.status == "running":
+    while rollout.status == "running" and not rollout.wave:
         turn = missing.intersection(rollout.waves[rollout.planned_at])
-        lost = [name for name in turn if states[name].phase == "prepared" and states[name].doing is None]
-        if not lost:
+        gone = [name for name in turn if rollout.states[name].phase == "prepared"]
+        if not gone:
             break
-        for name in lost:
-            states[name] = HostState("unprepared", since_s=observed.time_s, why="did not answer")
-        at = rollout.pass_at
-        rollout = _settle(rollout, states)
-        if rollout.pass_at != at:
-            break
+        rollout = _settle(replace(rollout, states=rollout.states.changed(dict.fromkeys(gone, lost))))
     return rollout
 
 
-def _open(rollout: Rollout, opened: WaveOpened, states: dict[str, HostState]) -> Rollout:
+def _open(rollout: Rollout, opened: WaveOpened) -> Rollout:
     if rollout.status != "running" or rollout.wave or not rollout.is_observed or not opened.hosts:
         raise ValueError(f"rollout {rollout.id}: no wave may open now")
-    planned = rollout.waves[rollout.planned_at]
+    planned = {name for wave in rollout.waves[rollout.planned_at : rollout.last_wave_at + 1] for name in wave}
     room = Room(rollout.hosts, rollout.limits, rollout.unavailable)
     for name in opened.hosts:
-        if name not in planned or states[name].phase != "prepared" or name in rollout.unreachable:
+        is_ready = name in planned and rollout.states[name].phase == "prepared"
+        if not is_ready or name in rollout.unreachable:
             raise ValueError(f"{name} is not ready for wave {rollout.wave_number + 1}")
         if not room.take(name):
             raise ValueError(f"{name} would exceed the limits of rollout {rollout.id}")
@@ -329,22 +331,20 @@ def _open(rollout: Rollout, opened: WaveOpened, states: dict[str, HostState]) ->
     )
 
 
-def _resume(rollout: Rollout, resumed: Resumed, states: dict[str, HostState]) -> Rollout:
+def _resume(rollout: Rollout, resumed: Resumed) -> Rollout:
     if refusal := rollout.resume_refusal(resumed.digest, is_unpinned=resumed.is_unpinned):
         raise ValueError(refusal)
-    rollout = _leave_out(rollout, resumed.without, states)
+    rollout = _leave_out(rollout, resumed.without)
     is_new = resumed.digest != rollout.digest and not rollout.wave
     is_again = is_new or rollout.is_over
-    for name, state in states.items():
-        if is_new or (is_again and state.phase in FAILED):
-            states[name] = _WAITING
-        elif state.doing is not None:
-            undrained = state.doing == "undrain" and state.phase == "passed"
-            in_doubt = state.in_doubt or state.doing in ("drain", "cutover") or undrained
-            states[name] = replace(state, doing=None, in_doubt=in_doubt)
+    states = {
+        name: _WAITING if is_new or (is_again and state.phase in FAILED) else _interrupted(state)
+        for name, state in rollout.states.items()
+    }
     rollout = replace(
         rollout,
-        waiting=sum(state.phase == "waiting" for state in states.values()),
+        states=Overlay(states),
+        unbegun=_count_unbegun(states),
         is_observed=False,
         pinned=frozenset() if is_new or resumed.is_unpinned else rollout.pinned,
     )
@@ -360,17 +360,28 @@ def _resume(rollout: Rollout, resumed: Resumed, states: dict[str, HostState]) ->
     return rollout
 
 
-def _leave_out(rollout: Rollout, names: Iterable[str], states: dict[str, HostState]) -> Rollout:
+def _interrupted(state: HostState) -> HostState:
+    if state.doing is None:
+        return state
+    is_returning = state.doing == "undrain" and state.phase == "passed"
+    in_doubt = state.in_doubt or state.doing in ("drain", "cutover") or is_returning
+    return replace(state, doing=None, in_doubt=in_doubt)
+
+
+def _count_unbegun(states: Mapping[str, HostState]) -> int:
+    return sum(state.phase == "waiting" and state.doing is None for state in states.values())
+
+
+def _leave_out(rollout: Rollout, names: Iterable[str]) -> Rollout:
     out = frozenset(names)
     if not out:
         return rollout
-    if rollout.wave or not out < states.keys():
+    if rollout.wave or not out < rollout.states.keys():
         raise ValueError(f"rollout {rollout.id} cannot go on without {', '.join(sorted(out, key=natural))}")
-    for name in out:
-        del states[name]
     rest = (tuple(name for name in wave if name not in out) for wave in rollout.waves)
     return replace(
         rollout,
+        states=Overlay({name: state for name, state in rollout.states.items() if name not in out}),
         hosts=tuple(host for host in rollout.hosts if host.name not in out),
         waves=tuple(wave for wave in rest if wave),
         planned_at=0,
@@ -389,8 +400,9 @@ def _stuck_first(rollout: Rollout) -> Rollout:
     return replace(rollout, waves=(stuck, *(wave for wave in rest if wave)))
 
 
-def _settle(rollout: Rollout, states: dict[str, HostState]) -> Rollout:
+def _settle(rollout: Rollout) -> Rollout:
     """Close the wave when its last host is settled, and go on to the next planned wave or pass."""
+    states = rollout.states
     if rollout.wave:
         is_stopping = rollout.is_wave_failed or rollout.status == "aborting"
         if not all(_is_settled(states[name], is_stopping=is_stopping) for name in rollout.wave):
@@ -412,12 +424,18 @@ def _settle(rollout: Rollout, states: dict[str, HostState]) -> Rollout:
     if rollout.pass_at + 1 == len(rollout.passes):
         return replace(rollout, status="done", planned_at=at)
     # The next pass is for the hosts that came well through this one.
-    for name, state in states.items():
-        if state.phase == "done":
-            states[name] = _WAITING
-    waiting = sum(state.phase == "waiting" for state in states.values())
-    rollout = replace(rollout, pass_at=rollout.pass_at + 1, planned_at=0, wave_number=0, waiting=waiting)
-    return _settle(replace(rollout, is_observed=False), states)
+    fresh = {name: _WAITING if state.phase == "done" else state for name, state in states.items()}
+    return _settle(
+        replace(
+            rollout,
+            states=Overlay(fresh),
+            unbegun=_count_unbegun(fresh),
+            pass_at=rollout.pass_at + 1,
+            planned_at=0,
+            wave_number=0,
+            is_observed=False,
+        )
+    )
 
 
 def _is_settled(state: HostState, *, is_stopping: bool) -> bool:
@@ -470,7 +488,7 @@ def _is_wave_decided(rollout: Rollout) -> bool:
     return all(phase == "prepared" or _is_decided(phase) for phase in phases)
 
 
-def _state(states: Mapping[str, HostState], host: str) -> HostState:
-    if host not in states:
+def _state(rollout: Rollout, host: str) -> HostState:
+    if host not in rollout.states:
         raise ValueError(f"{host} is not in this rollout")
-    return states[host]
+    return rollout.states[host]

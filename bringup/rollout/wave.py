@@ -103,6 +103,15 @@ class Room:
             self._touched.add(domain)
         return True
 
+    def domain_of(self, name: str) -> str | None:
+        """Return the failure domain of a host."""
+        return self._domain_of[name]
+
+    @property
+    def total(self) -> int:
+        """Return how many more hosts of the fleet may be taken; negative where too many are missing."""
+        return self._total
+
     @property
     def is_full(self) -> bool:
         """Return whether no further host can be taken, whichever it is."""
