@@ -660,7 +660,7 @@ def test_nothing_passes_the_canary_over() -> None:
     rollout = advance(rollout, Observed(5.0, ("gpu-3",)))
     assert decide(rollout, 6.0).record == Halted(
         6.0,
-        "4 hosts (gpu-1 and more) may not be taken out of service: too many of rack-0, rack-1 are unavailable: gpu-3",
+        "3 hosts (gpu-1 and more) may not be taken out of service: too many of rack-0, rack-1 are unavailable: gpu-3",
     )
 
 
