@@ -201,7 +201,7 @@ def _build_debs(cache: Path, mirror: Mirror, context: debs_recipe.Context, key: 
     store.mkdir(exist_ok=True)
     rendered = list(debs_recipe.render(context))
     packed: dict[str, list[debs.Packed]] = {name: [] for name in _ORIGINS}
-    targets = {name: mirror.apt.parent / folder for name, folder in _DIRECTORIES.items()}
+    targets = {name: mirror.apt.parent / f"{folder}.new" for name, folder in _DIRECTORIES.items()}
     for target in targets.values():
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
@@ -218,6 +218,7 @@ def _build_debs(cache: Path, mirror: Mirror, context: debs_recipe.Context, key: 
     for repository, (origin, label) in _ORIGINS.items():
         debs.write_index(targets[repository], packed[repository], origin=origin, label=label)
         key.sign(targets[repository] / "Release")
+        _swap(targets[repository], mirror.apt.parent / _DIRECTORIES[repository])
     say(f"apt repository of {len(rendered)} packages")
 
 
@@ -385,8 +386,17 @@ def _link_tree(source: Path, target: Path) -> None:
             place = fresh / path.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
             _link(path, place)
-    shutil.rmtree(target, ignore_errors=True)
-    fresh.replace(target)
+    _swap(fresh, target)
+
+
+def _swap(fresh: Path, target: Path) -> None:
+    """Put ``fresh`` in the place of ``target``; a host that reads meanwhile sees one or the other."""
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    fresh.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _link(source: Path, target: Path) -> None:

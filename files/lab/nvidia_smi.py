@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+import signal
 import sys
 import time
 
@@ -749,7 +750,7 @@ def print_table(machine):
             % (gpu["index"], name, mode, "  " + long_bus_id(gpu), gpu["uncorrectable_errors"])
         )
         print(
-            "| N/A   33C    P0           %4.0fW / %4dW | %6dMiB / %6dMiB |      0%%      Default |"
+            "| N/A   33C    P0           %4.0fW / %4dW | %7dMiB / %6dMiB |      0%%      Default |"
             % (model["idle_power_w"], model["power_limit_w"], used, model["memory_mib"])
         )
         mig = "Enabled" if gpu["is_mig"] else "Disabled"
@@ -892,4 +893,5 @@ def main(arguments):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `nvidia-smi | head` ends quietly
     main(sys.argv[1:])

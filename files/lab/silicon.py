@@ -20,6 +20,7 @@ LOADED = LAID + "/loaded.json"
 
 MS_BIND = 4096
 MS_REC = 16384
+MS_PRIVATE = 1 << 18
 
 NVIDIA = "0x10de"
 SECURE_BOOT = "SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
@@ -279,6 +280,8 @@ def lay_over(tree, target, replaced):
     if not os.path.isdir(machine):
         os.makedirs(machine)
         mount("/sys", machine, MS_BIND | MS_REC)
+        # Otherwise what is mounted over /sys/bus would appear here too, and its links would lead to themselves.
+        mount("", machine, MS_PRIVATE | MS_REC)
     for name in os.listdir(target):
         if name not in replaced:
             link("%s/%s" % (tree, name), "%s%s/%s" % (machine, target[len("/sys") :], name))
@@ -296,11 +299,13 @@ def lay_firmware(described):
 
 
 def lay_boot(described):
-    """Lay the kernel command line and an identity of this boot."""
+    """Lay the kernel command line, and an identity of this boot where whoever started the host laid none."""
     write(LAID + "/proc/cmdline", described["kernel_command_line"] + "\n")
     mount(LAID + "/proc/cmdline", "/proc/cmdline")
-    write(LAID + "/proc/boot_id", "%s\n" % uuid.uuid4())
-    mount(LAID + "/proc/boot_id", "/proc/sys/kernel/random/boot_id")
+    boot_id = "/proc/sys/kernel/random/boot_id"
+    if " %s " % boot_id not in read("/proc/self/mountinfo"):
+        write(LAID + "/proc/boot_id", "%s\n" % uuid.uuid4())
+        mount(LAID + "/proc/boot_id", boot_id)
 
 
 def main():
