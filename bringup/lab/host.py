@@ -20,6 +20,8 @@ from bringup.lab.base import SUDO_USER
 from bringup.lab.mirror import Mirror
 from bringup.lab.shape import Trait
 
+_SUPERVISOR = "bringup.lab.supervisor"
+
 State = Literal["running", "frozen", "starting", "stopped"]
 
 
@@ -128,11 +130,14 @@ class Host:
         network.attach(self.plan.address, addresses)
         if Trait.PROXY_ONLY in self.plan.traits:
             network.close_port(self.plan.address, self.plan.controller, port=mirror_port)
-        process.detach("bringup.lab.supervisor", [str(self.directory)], log=self.directory / "console.log")
+        process.detach(_SUPERVISOR, [str(self.directory)], log=self.directory / "console.log")
 
     def stop(self) -> None:
         """End every process of the host at once, as a power cut would, and remove its network."""
         record = self._record()
+        # One that was started a moment ago has not written its record yet.
+        started = process.with_arguments(_SUPERVISOR, str(self.directory))
+        cgroup.send(started - {record.pid if record else 0}, signal.SIGKILL)
         # Without a readable record the host's group still names every process, the supervisor among them.
         groups = record.groups if record else [top / self.plan.group for top in cgroup.hierarchies()]
         if not cgroup.end(groups, last=record.pid if record else None):

@@ -134,6 +134,8 @@ class Lab:
             down = [name for name, host in existing.items() if host.state() == "stopped"]
             new = [name for name in wanted if name not in existing]
             if has_network and self.is_up() and not down and not new:
+                # The mirror's recipe may be newer than the lab; what is built already is only checked.
+                service.build_mirror(self.layout, self.addresses, source.codename(), self._tell)
                 return Came((), (), time.monotonic() - started)
             undo = Undo(
                 state_dir=self.layout.state_dir, stop=(*down, *new), discard=tuple(new), network=not has_network
@@ -337,8 +339,7 @@ class Lab:
                 host.personalise(host_key=self.layout.host_key(host.name), client_key=key)
                 if mirror is not None:
                     host.add_distribution(mirror)
-                if service.HAS_SILICON:
-                    silicon.install(host.root, silicon.describe(host.plan.gpus, host=host.name))
+                silicon.install(host.root, silicon.describe(host.plan.gpus, host=host.name))
                 host.save()
             else:
                 # A host whose supervisor died may have processes left.

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 
@@ -50,6 +50,25 @@ def detach(module: str, arguments: Sequence[str], *, log: Path) -> None:
             stderr=output,
             check=True,
         )
+
+
+def with_arguments(*wanted: str) -> set[int]:
+    """Return the processes whose command line holds all of ``wanted`` as whole arguments."""
+    return {pid for pid, line in _command_lines() if set(line.split("\0")).issuperset(wanted)}
+
+
+def mentioning(text: str) -> set[int]:
+    """Return the processes whose command line mentions ``text``; servers write theirs anew, without arguments."""
+    return {pid for pid, line in _command_lines() if text in line}
+
+
+def _command_lines() -> Iterator[tuple[int, str]]:
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                yield int(directory.name), (directory / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
 
 
 def in_namespace_as_first(pid: int) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from bringup import paths
 from bringup.errors import LabError
 from bringup.lab import mirror, process
 from bringup.lab.layout import Layout
@@ -16,7 +16,6 @@ from bringup.lab.network import Range
 from bringup.lab.shape import PROXY_PORT
 
 MIRROR_PORT = 8087
-HAS_SILICON = (paths.files() / "lab" / "silicon.py").exists()
 
 
 def build_mirror(layout: Layout, addresses: Range, codename: str, tell: Callable[[str], None]) -> Mirror:
@@ -29,7 +28,10 @@ def start_mirror(layout: Layout, addresses: Range, built: Mirror) -> None:
     """Serve the mirror on the bridge, unless it is served already."""
     if mirror_is_up(layout):
         return
-    server = mirror.serve(built, str(addresses.controller), MIRROR_PORT)
+    with warnings.catch_warnings():
+        # The server is meant to outlive us, which Python takes for a child that was forgotten.
+        warnings.simplefilter("ignore", ResourceWarning)
+        server = mirror.serve(built, str(addresses.controller), MIRROR_PORT)
     _save(layout.server, server.pid)
 
 
@@ -57,8 +59,9 @@ def start_proxy(layout: Layout, addresses: Range) -> None:
 
 def stop_all(layout: Layout) -> None:
     """Stop mirror and proxy, running or not."""
-    if entry := _running(layout.server):
-        mirror.stop(entry[0])
+    # By its configuration, not by its record: a server that was started a moment ago has none.
+    for pid in process.mentioning(str(layout.mirror / "nginx" / "nginx.conf")):
+        mirror.stop(pid)
     if entry := _running(layout.proxy):
         process.end(*entry)
     layout.server.unlink(missing_ok=True)
