@@ -159,6 +159,9 @@ class Package:
     conflicts: tuple[tuple[Relation, ...], ...] = ()
     provides: Mapping[str, str | None] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
     def satisfies(self, relation: Relation) -> bool:
         """Return whether this package meets ``relation`` by its own name or by what it provides.
 

@@ -6,6 +6,7 @@ from the distribution's own repository, which keeps no old versions to go back t
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -226,39 +227,34 @@ class _Resolver:
         prefer: Prefer,
     ) -> Package | None:
         """Return the package that meets ``group``; None when that is the distribution's business."""
-        is_ours = False
+        barred: list[str] = []
         for relation in group:
             named = self.by_name.get(relation.name, [])
-            offered = [each for each in (*named, *self.providers.get(relation.name, ())) if each.satisfies(relation)]
-            is_ours = is_ours or bool(named)
-            free = [each for each in offered if each.name not in chosen]
+            provided = self.providers.get(relation.name, [])
+            free = [each for each in (*named, *provided) if each.name not in chosen and each.satisfies(relation)]
             best: Package | None = next((each for each in free if prefer(each)), free[0] if free else None)
-            if best is not None and not any(_excludes(best, have) for have in chosen.values()):
+            if best is None:
+                barred += [str(each) for each in named]
+                continue
+            rival = next((have for have in chosen.values() if _exclude(best, have)), None)
+            if rival is None:
                 return best
-        if is_ours and all(relation.name in self.by_name for relation in group):
+            barred.append(f"{best}, which does not go with {rival}")
+        if barred and all(relation.name in self.by_name for relation in group):
             raise InputError(
-                f"{self.repository.url}: {package.name} {package.version} cannot be installed",
-                why=f"wanted {' | '.join(map(str, group))}, found "
-                + (
-                    ", ".join(
-                        f"{each.name} {each.version}" for relation in group for each in self.by_name[relation.name]
-                    )
-                    or "none"
-                ),
+                f"{self.repository.url}: {package} cannot be installed",
+                why=f"wanted {' | '.join(map(str, group))}, found {', '.join(barred)}",
                 hint="choose another driver version or toolkit; this repository's own packages disagree",
             )
         return None
 
     def _agree(self, chosen: Iterable[Package]) -> None:
-        packages = list(chosen)
-        for package in packages:
-            for other in packages:
-                if _excludes(package, other):
-                    raise InputError(
-                        f"{self.repository.url}: {package.name} {package.version} excludes "
-                        f"{other.name} {other.version}",
-                        why="both are needed by what the stack asks for",
-                    )
+        for package, other in itertools.combinations(chosen, 2):
+            if _exclude(package, other):
+                raise InputError(
+                    f"{self.repository.url}: {package} does not go with {other}",
+                    why="one of them excludes the other, and both are needed by what the stack asks for",
+                )
 
     def _is_drivers(self, package: Package) -> bool:
         return DebianVersion(package.version).upstream == self.stack.driver.version
@@ -299,10 +295,14 @@ def _any(_: Package) -> bool:
     return True
 
 
-def _excludes(package: Package, other: Package) -> bool:
-    if package.name == other.name:
-        return False
-    return any(other.satisfies(relation) for group in package.conflicts for relation in group)
+def _exclude(one: Package, other: Package) -> bool:
+    """Return whether one of two packages conflicts with the other, or breaks it."""
+    return one.name != other.name and any(
+        against.satisfies(relation)
+        for package, against in ((one, other), (other, one))
+        for group in package.conflicts
+        for relation in group
+    )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
