@@ -373,6 +373,7 @@ class Lab:
             bridge=self.addresses.bridge,
             state_dir=str(self.layout.state_dir),
             mirror_url=mirror.url,
+            apt_url=mirror.apt_url,
             apt_key_fingerprint=mirror.key_fingerprint,
             apt_key_file=str(mirror.key_file),
             hosts={

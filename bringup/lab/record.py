@@ -30,7 +30,10 @@ class SshEntry(BaseModel):
 
 
 class LabRecord(BaseModel):
-    """The content of ``lab.json``. ``locks_dir`` holds the stack locks that count on lab hosts only."""
+    """The content of ``lab.json``. ``locks_dir`` holds the stack locks that count on lab hosts only.
+
+    ``apt_url`` is the repository in NVIDIA's shape for the release that the hosts run.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,6 +42,7 @@ class LabRecord(BaseModel):
     bridge: str
     state_dir: str
     mirror_url: str
+    apt_url: str
     apt_key_fingerprint: str
     apt_key_file: str
     hosts: dict[str, HostEntry]
@@ -78,7 +82,7 @@ def inventory(state_dir: Path | None = None) -> tuple[list[tuple[str, dict[str, 
         "ssh_known_hosts_file": record.ssh.known_hosts,
         "bringup_apt_key": record.apt_key_file,
         "bringup_apt_key_fingerprint": record.apt_key_fingerprint,
-        "bringup_apt_url": f"{record.mirror_url}/apt/debian12/x86_64/",
+        "bringup_apt_url": record.apt_url,
         "bringup_indexes": {name: f"{record.mirror_url}/wheels/{name}/simple/" for name in indexes},
         "bringup_lock": record.locks_dir,
     }
