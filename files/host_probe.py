@@ -170,6 +170,9 @@ class Child:
                 os.killpg(process.pid, 9)
             except OSError:
                 pass
+            process.wait()
+            process.stdout.close()
+            process.stderr.close()
             self.problem = "%s: no answer within %d s" % (os.path.basename(self.argv[0]), CHILD_LIMIT_S)
             return
         self.status = process.returncode
@@ -1120,7 +1123,7 @@ def toolkits(host):
         version = path.rsplit("cuda-", 1)[1]
         if not re.match(r"\d+\.\d+$", version) or not host.is_directory(path):
             continue
-        libraries = [os.path.basename(name) for name in host.glob(path + "/targets/*/lib/libnvrtc*.so.*")]
+        libraries = [name for name in host.glob(path + "/targets/*/lib/libnvrtc*.so.*") if not host.link(name)]
         try:
             release = json.loads(host.read(path + "/version.json", "null"))
             release = release["cuda"]["version"] if release else None
@@ -1130,7 +1133,7 @@ def toolkits(host):
             "path": path,
             "release": release if isinstance(release, str) else None,
             "has_nvcc": host.exists(path + "/bin/nvcc"),
-            "nvrtc": [name for name in libraries if name.count(".") >= 4],
+            "nvrtc": [os.path.basename(name) for name in libraries],
             "targets": host.list(path + "/targets"),
         }
     links = {}
@@ -1628,14 +1631,16 @@ def posix_lock_holder(path):
     return None if kind == fcntl.F_UNLCK else pid
 
 
-def flock_holder(host, path):
+def flock_holder(path):
     """Return the id of the process that holds a flock on a file, from the kernel's list; None when nobody."""
     try:
-        seen = os.stat(host.at(path))
-    except OSError:
+        seen = os.stat(path)
+        with open("/proc/locks") as file:
+            lines = file.read().splitlines()
+    except FileNotFoundError:
         return None
     wanted = "%02x:%02x:%d" % (os.major(seen.st_dev), os.minor(seen.st_dev), seen.st_ino)
-    for line in (host.read("/proc/locks") or "").splitlines():
+    for line in lines:
         cells = line.split()
         if "FLOCK" in cells and "->" not in cells and wanted in cells:
             return int(cells[4])
@@ -1645,7 +1650,7 @@ def flock_holder(host, path):
 def our_lock(host, name):
     """Return the holder of one of bringup's own locks and what it wrote about itself."""
     path = RUN + "/" + name
-    holder = flock_holder(host, path)
+    holder = flock_holder(host.at(path))
     try:
         note = read_json(host, path, 4096)
     except (Failure, OSError):
