@@ -345,6 +345,8 @@ class Worker:
             return "failed", self._said(host, about.failed_op)
         if about.problem:
             return "failed", about.problem
+        if has_acted and (left := self._left_undone(host)):
+            return "failed", f"the run ended before: {left}"
         if not state_known:
             return "unknown", facts.why_unknown(host) if host in self.state.activated_hosts else (
                 "cannot connect over ssh" + (f": {self._errors[host.name]}" if host.name in self._errors else "")
@@ -363,6 +365,13 @@ class Worker:
         if drift.diff(stack, state, facts.site(host)) and self.shard.command != "rollback":
             return "drift", None
         return "ok", None
+
+    def _left_undone(self, host: Host) -> str | None:
+        for op_hash in self.state.get_op_order():
+            data = self.state.ops[host].get(op_hash)
+            if data is not None and not data.operation_meta.is_complete():
+                return ", ".join(self.state.get_op_meta(op_hash).names)
+        return None
 
     def _said(self, host: Host, op_hash: str) -> str:
         meta = self.state.ops[host][op_hash].operation_meta
@@ -474,7 +483,11 @@ def open_inventory(name: str, overrides: Mapping[str, Any]) -> Inventory:
     try:
         inventory = make_inventory(name, override_data=dict(overrides), cwd=None)
     except Exception as error:  # an inventory is a person's Python: anything can come out of it
-        raise InputError(f"{name}: cannot be used", why=f"{type(error).__name__}: {error}") from error
+        # pyinfra wraps what a file raised in an exception whose own text cannot be printed.
+        inner = error.__context__ if type(error).__name__ == "UnexpectedExternalError" else error
+        if isinstance(inner, BringupError):
+            raise inner from None
+        raise InputError(f"{name}: cannot be used", why=f"{type(inner).__name__}: {inner}") from None
     for host in inventory:
         for key, value in ssh.defaults().items():
             if host.data.get(key) is None:

@@ -129,6 +129,20 @@ def install(
     )
 
 
+def install_named(name: str, packages: Iterable[str]) -> Command:
+    """Return the command that installs packages of the distribution's own by name, whatever version it offers."""
+    return do(
+        name,
+        [
+            "apt-get", "-q", "-y", "-o", f"DPkg::Lock::Timeout={LOCK_WAIT_S}", "--no-install-recommends",
+            "-o", "Dpkg::Options::=--force-confdef", "-o", "Dpkg::Options::=--force-confold", "install", *packages,
+        ],
+        limit_s=1800,
+        detach=True,
+        environment=_NONINTERACTIVE,
+    )  # fmt: skip
+
+
 def hold(names: Iterable[str]) -> Command:
     """Return the command that keeps apt from touching packages, as one set."""
     return do("apt-hold", ["apt-mark", "hold", *sorted(names)], limit_s=120)

@@ -11,7 +11,7 @@ from pyinfra.context import ctx_host
 
 from bringup import facts, wanted
 from bringup.findings import change
-from bringup.host_state import Unknown
+from bringup.host_state import HostState, Unknown
 from tasks import apt, lock
 from tasks.run import Commands, Context, converges, do, refuse, shell, work, write
 
@@ -31,12 +31,29 @@ def packages(context: Context) -> Commands:
     assert locked is not None  # preflight refuses a host whose release the lock does not hold
     kind = wanted.fabric_kind(context.stack, context.state)
     fabric = locked.fabric.get(kind, ()) if kind in ("nvswitch", "nvlink5") else ()
+    headers = missing_headers(context.state)
+    if headers:
+        yield apt.install_named("kernel-headers", headers)
     pinning = [package.name for package in locked.driver if package.name.startswith("nvidia-driver-pinning")]
     yield apt.install(
         "driver-packages",
         (*locked.driver, *fabric),
         first=pinning,
         allow_downgrade=context.settings.allow_downgrade,
+    )
+
+
+def missing_headers(state: HostState) -> tuple[str, ...]:
+    """Return the header packages that dkms needs and misses, for the running kernel and the one that boots next.
+
+    Without them dkms only registers the module: the packages install cleanly and no driver comes up.
+    """
+    if isinstance(state.kernel, Unknown):
+        return ()
+    releases = dict.fromkeys((state.kernel.release, state.kernel.next_release or state.kernel.release))
+    found = {release: state.kernel.find(release) for release in releases}
+    return tuple(
+        f"linux-headers-{release}" for release, kernel in found.items() if kernel is None or not kernel.has_headers
     )
 
 

@@ -45,7 +45,7 @@ def ask(host: Host, script: str, *arguments: str) -> Any:
 
     Raises HostError when it does not answer.
     """
-    return json.loads(facts.answer(host.get_fact(facts.Script, script, *arguments)))
+    return json.loads(facts.answer(host.get_fact(facts.Script, script, arguments)))
 
 
 def tell(host: Host, findings: Iterable[Finding]) -> Finding | None:

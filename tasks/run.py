@@ -11,10 +11,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import shlex
+import traceback
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, wraps
+from pathlib import Path
 from typing import Any
 
 from pyinfra.api import FunctionCommand, Host, QuoteString, StringCommand, operation
@@ -88,7 +90,10 @@ def converges(
                     acted = True
                     yield command
             except BringupError as error:
-                yield refuse(host, unreadable(str(error)))
+                yield refuse(host, stopped(str(error)))
+            except Exception as error:
+                # Anything else is a fault of bringup; unhandled it would end the run for every host.
+                yield refuse(host, fault(error))
             finally:
                 if acted and is_executing():
                     facts.invalidate(host)
@@ -130,6 +135,28 @@ def unreadable(why: str) -> Finding:
         severity="error",
         cause=f"the host could not be read: {why}",
         remedy="see that it answers ssh and has python3, then run again",
+    )
+
+
+def stopped(why: str) -> Finding:
+    """Return the finding for an operation that could not go on."""
+    return Finding(
+        code="BU-PRE-002",
+        severity="error",
+        cause=why.split("\n", 1)[0],
+        remedy=why.split("hint: ", 1)[1] if "hint: " in why else "see the cause, then run again",
+        evidence={"detail": why},
+    )
+
+
+def fault(error: Exception) -> Finding:
+    """Return the finding for a fault of bringup itself."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return Finding(
+        code="BU-PRE-003",
+        severity="error",
+        cause=f"bringup has a fault: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})",
+        remedy="report it with the output of the same command and -vv; the host was put back",
     )
 
 

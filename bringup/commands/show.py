@@ -51,8 +51,8 @@ def _host(console: Console, name: str, host: HostResult, width: int, stack: str,
         if verbose or step.changes:
             _detail(console, f"{step.name}", f"    {step.changes} changes, {step.seconds:.1f} s", width)
     for difference in host.differences:
-        if host.changes and host.status == "ok":
-            continue  # they were removed; the steps above say so
+        if host.changes:
+            continue  # what was found before the run; the steps and the cause say what became of it
         _line(console, name, "drift", f"{difference.path}  (stack {stack})", width, "yellow")
         _detail(console, "wanted:", _shown(difference.wanted), width)
         _detail(console, "found:", _shown(difference.found), width)
