@@ -1,0 +1,206 @@
+#!/usr/bin/env python3
+"""Run everything that verify measures on a host with two or more GPUs, and write one JSON document.
+
+Usage:
+  python3 benchmarks/verify_h200.py measure --output RESULT.json [--python PATH] [--only PART,...] [--healthy N]
+  python3 benchmarks/verify_h200.py judge RESULT.json [--tables DIR]
+
+``measure`` needs the standard library here and torch in ``--python``. Parts: stack (stack_check), full (three
+times --profile full), healthy (N quick runs), faults (each induced fault), smi (nvidia-smi as text). Environment
+variables that keep NVLink multicast off stay as they are. ``judge`` needs bringup and no GPU: it reads the
+documents with the judge of ``bringup verify``, which is not told which fault was set, and prints the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCH = ROOT / "files" / "allreduce_bench.py"
+STACK_CHECK = ROOT / "files" / "stack_check.py"
+PROBE = ROOT / "files" / "host_probe.py"
+
+COPYING_NEIGHBOUR = """
+import torch, sys
+a = torch.ones(1 << 30, dtype=torch.uint8, device='cuda:0'); b = torch.empty_like(a, device='cuda:1')
+b.copy_(a); torch.cuda.synchronize(0); torch.cuda.synchronize(1)
+print('ready', flush=True)
+while True:
+    for _ in range(16): b.copy_(a, non_blocking=True)
+    torch.cuda.synchronize(0); torch.cuda.synchronize(1)
+"""
+COMPUTING_NEIGHBOUR = """
+import torch
+a = torch.randn(8192, 8192, dtype=torch.bfloat16, device='cuda:1'); b = a.clone()
+c = a @ b; torch.cuda.synchronize(1)
+print('ready', flush=True)
+while True:
+    for _ in range(16): torch.mm(a, b, out=c)
+    torch.cuda.synchronize(1)
+"""
+
+# name of the fault -> (environment, bench arguments, neighbour program)
+FAULTS: dict[str, tuple[dict[str, str], list[str], str | None]] = {
+    "p2p_off": ({"NCCL_P2P_DISABLE": "1"}, [], None),
+    "sockets_only": ({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}, [], None),
+    "channels_2": ({"NCCL_MAX_NCHANNELS": "2"}, [], None),
+    "channels_8": ({"NCCL_MAX_NCHANNELS": "8"}, [], None),
+    "channels_16": ({"NCCL_MAX_NCHANNELS": "16"}, [], None),
+    "neighbour_copying": ({}, [], COPYING_NEIGHBOUR),
+    "neighbour_computing": ({}, [], COMPUTING_NEIGHBOUR),
+    "rank_stopped": ({}, ["--inject", "stop:1@nccl_graph"], None),
+    "rank_killed": ({}, ["--inject", "kill:1@nccl_graph"], None),
+    "wrong_element": ({}, ["--inject", "wrong-element:1@nccl_graph"], None),
+}
+
+
+class Recorder:
+    """Run programs one after the other and keep what they said."""
+
+    def __init__(self, python: str, output: Path, logs: Path | None) -> None:
+        self.python = python
+        self.output = output
+        self.logs = logs
+        self.started = time.monotonic()
+        self.result: dict[str, object] = {
+            "schema": 1,
+            "program": "verify_h200",
+            "python": platform.python_version(),
+            "runs": [],
+            "texts": {},
+        }
+
+    def save(self) -> None:
+        """Write what there is so far, so that a cut-off run loses nothing."""
+        self.result["seconds"] = round(time.monotonic() - self.started, 1)
+        temporary = self.output.with_suffix(".part")
+        temporary.write_text(json.dumps(self.result) + "\n")
+        temporary.replace(self.output)
+
+    def run(self, label: str, command: list[str], environment: dict[str, str], limit_s: float = 150) -> None:
+        """Run one program that prints a JSON document last, and record it under a label."""
+        begun = time.monotonic()
+        merged = {**os.environ, **environment}
+        if self.logs is not None:
+            merged["BENCH_KEEP_LOGS"] = str(self.logs / label.replace(" ", "_"))
+        record: dict[str, object] = {"label": label, "environment": environment, "document": None}
+        try:
+            done = subprocess.run(command, env=merged, capture_output=True, text=True, timeout=limit_s)
+            record["exit_status"] = done.returncode
+            lines = done.stdout.strip().splitlines()
+            record["document"] = json.loads(lines[-1]) if lines else None
+            record["stderr"] = done.stderr[-3000:]
+        except subprocess.TimeoutExpired:
+            record["exit_status"] = "no end within the limit"
+        except json.JSONDecodeError as error:
+            record["error"] = f"no JSON document: {error}"
+        record["seconds"] = round(time.monotonic() - begun, 2)
+        runs = self.result["runs"]
+        assert isinstance(runs, list)
+        runs.append(record)
+        print(f"{label}: status {record.get('exit_status')}, {record['seconds']} s", file=sys.stderr, flush=True)
+        self.save()
+
+    def bench(self, label: str, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        """Run the bench."""
+        self.run(label, [self.python, str(BENCH), *arguments], environment or {})
+
+    def text(self, name: str, command: list[str]) -> None:
+        """Keep what a program prints, as it is."""
+        texts = self.result["texts"]
+        assert isinstance(texts, dict)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            texts[name] = done.stdout
+        except (OSError, subprocess.TimeoutExpired) as error:
+            texts[name] = f"not run: {error}"
+
+
+@contextmanager
+def neighbour(python: str, program: str | None):
+    """Run somebody else's work on the GPUs for the time of the block."""
+    if program is None:
+        yield
+        return
+    process = subprocess.Popen([python, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Run the parts asked for."""
+    recorder = Recorder(options.python, Path(options.output), Path(options.logs) if options.logs else None)
+    parts = options.only.split(",")
+    common = ["--ranks", str(options.ranks)] if options.ranks else []
+    recorder.text("date", ["date", "-u", "+%Y-%m-%dT%H:%M:%SZ"])
+    if "smi" in parts:
+        for name, command in {
+            "smi_q_x": ["nvidia-smi", "-q", "-x"],
+            "nvlink_s": ["nvidia-smi", "nvlink", "-s"],
+            "nvlink_e": ["nvidia-smi", "nvlink", "-e"],
+            "topo_m": ["nvidia-smi", "topo", "-m"],
+            "topo_p2p_r": ["nvidia-smi", "topo", "-p2p", "r"],
+            "cores": ["nproc"],
+        }.items():
+            recorder.text(name, command)
+    if "probe" in parts and PROBE.exists():
+        recorder.run("host_probe", [sys.executable, str(PROBE)], {})
+    if "stack" in parts:
+        command = [sys.executable, str(STACK_CHECK), "--python", options.python]
+        for module in options.imports.split(","):
+            command += ["--import", module]
+        for soname in ("libnvrtc.so.13", "libcudart.so.13", "libnccl.so.2", "libcuda.so.1", "libcublas.so.13"):
+            command += ["--soname", soname]
+        command += ["--nvrtc", "13.0=libnvrtc.so.13", "--nvrtc", "12.8=libnvrtc.so.12"]
+        recorder.run("stack_check", command, {})
+    if "first" in parts:
+        recorder.bench("first", *common)
+    if "full" in parts:
+        for number in range(1, 4):
+            recorder.bench(f"full {number}", "--profile", "full", *common)
+    if "healthy" in parts:
+        for number in range(1, options.healthy + 1):
+            recorder.bench(f"healthy {number}", *common)
+    if "faults" in parts:
+        for name, (environment, arguments, program) in FAULTS.items():
+            if options.faults and name not in options.faults.split(","):
+                continue
+            with neighbour(options.python, program):
+                recorder.bench(f"fault {name}", *arguments, *common, environment=environment)
+    recorder.save()
+    return 0
+
+
+def main() -> int:
+    """Read the command line."""
+    line = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = line.add_subparsers(dest="command", required=True)
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("--output", required=True)
+    measuring.add_argument("--python", default=shutil.which("python3") or sys.executable)
+    measuring.add_argument("--only", default="smi,probe,stack,first,full,healthy,faults")
+    measuring.add_argument("--healthy", type=int, default=10)
+    measuring.add_argument("--faults", default="")
+    measuring.add_argument("--imports", default="torch,triton")
+    measuring.add_argument("--ranks", type=int, default=0)
+    measuring.add_argument("--logs", default="")
+    options = line.parse_args()
+    return measure(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
