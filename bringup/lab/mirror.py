@@ -132,7 +132,7 @@ def build(
         return mirror
     with _cache(state_dir) as cache:
         _build_debs(cache, mirror, context, key, say)
-        _link_tree(wheels.build(cache, say), root / "wheels")
+        _lay_wheels(wheels.build(cache, say), root / "wheels")
     record.write_text(json.dumps(wanted) + "\n")
     return mirror
 
@@ -378,14 +378,19 @@ def _package_key(rendered: debs_recipe.Rendered, context: debs_recipe.Context) -
     return f"{recipe.name}-{digest.hexdigest()[:20]}"
 
 
-def _link_tree(source: Path, target: Path) -> None:
+def _lay_wheels(built: Path, target: Path) -> None:
+    """Put the built indexes in place, and what was fetched for a lock before beside the look-alikes again."""
     fresh = target.with_name(target.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
-    for path in source.rglob("*"):
+    for path in built.rglob("*"):
         if path.is_file():
-            place = fresh / path.relative_to(source)
+            place = fresh / path.relative_to(built)
             place.parent.mkdir(parents=True, exist_ok=True)
             _link(path, place)
+    for index in wheels.INDEXES:
+        fetched = [path for path in target.glob(f"{index}/*.whl") if not wheels.is_look_alike(path)]
+        if fetched:
+            wheels.add(fresh / index, fetched)
     _swap(fresh, target)
 
 

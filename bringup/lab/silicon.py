@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
-import shutil
 import tomllib
 import uuid
 from functools import cache
@@ -90,6 +90,7 @@ class Gpu(_Model):
 class HostDescription(_Model):
     """What the simulated silicon of one lab host answers from.
 
+    ``kernel_compiler`` None means the one that the host's distribution builds its kernels with;
     ``is_secure_boot`` None means a machine without EFI. ``loadable_modules`` are those the machine's kernel
     would have besides NVIDIA's; the early unit loads the ones that ``modules-load.d`` names. ``has_acs``
     says whether the bridges above the GPUs redirect peer traffic (bad for P2P).
@@ -99,6 +100,7 @@ class HostDescription(_Model):
     model: GpuModel
     gpus: tuple[Gpu, ...]
     kernel_command_line: str = "BOOT_IMAGE=/boot/vmlinuz root=/dev/nvme0n1p2 ro quiet"
+    kernel_compiler: str | None = None
     is_secure_boot: bool | None = None
     has_iommu: bool = False
     has_acs: bool = False
@@ -160,31 +162,47 @@ def install(rootfs: Path, description: HostDescription) -> None:
     """Lay the description, the marker and the early unit into ``rootfs``; nothing of it needs the driver.
 
     The unit is enabled. At every boot it decides which driver counts as loaded, and mounts the described
-    ``/sys/module``, ``/sys/bus``, ``/sys/class``, ``/proc/driver`` and ``/proc/cmdline`` over the machine's.
-    Also lays the empty module directory of the running kernel, without which dkms and depmod refuse.
+    ``/sys/module``, ``/sys/bus``, ``/sys/class``, ``/proc/driver``, ``/proc/version`` and ``/proc/cmdline``
+    over the machine's. Also lays the lists that a kernel package would leave for the running kernel, which
+    depmod and dkms read.
     """
     describe_again(rootfs, description)
-    marker = rootfs / MARKER
-    marker.write_text(json.dumps({"schema": 1, "simulated": list(SIMULATED)}) + "\n")
-    script = rootfs / EARLY_SCRIPT
-    shutil.copyfile(paths.files() / "lab" / "silicon.py", script)
-    script.chmod(0o755)
-    units = rootfs / "etc/systemd/system"
-    wants = units / "sysinit.target.wants"
-    wants.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(paths.files() / "lab" / UNIT, units / UNIT)
-    link = wants / UNIT
+    _write(rootfs / MARKER, json.dumps({"schema": 1, "simulated": list(SIMULATED)}) + "\n")
+    source = paths.files() / "lab"
+    _write(rootfs / EARLY_SCRIPT, (source / "silicon.py").read_text(), mode=0o755)
+    units = Path("etc/systemd/system")
+    _write(rootfs / units / UNIT, (source / UNIT).read_text())
+    link = rootfs / units / "sysinit.target.wants" / UNIT
+    _directory(link.parent)
     link.unlink(missing_ok=True)
     link.symlink_to(f"../{UNIT}")
+    modules = rootfs / "usr/lib/modules" / platform.release()
+    for name in ("modules.order", "modules.builtin", "modules.builtin.modinfo"):
+        _write(modules / name, "")
 
 
 def describe_again(rootfs: Path, description: HostDescription) -> None:
     """Replace the description in ``rootfs``; a running host notices at its next boot, nvidia-smi at once."""
-    target = rootfs / DESCRIPTION
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = target.with_suffix(".new")
-    fresh.write_text(description.as_json())
-    fresh.replace(target)
+    _write(rootfs / DESCRIPTION, description.as_json())
+
+
+def _write(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write a file of the host: whole or not at all, and readable there whatever the umask here."""
+    _directory(path.parent)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(text)
+    fresh.chmod(mode)
+    fresh.replace(path)
+
+
+def _directory(path: Path) -> None:
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for each in reversed(missing):
+        each.mkdir()
+        each.chmod(0o755)
 
 
 def _short(name: str) -> tuple[str, ...]:

@@ -190,10 +190,20 @@ def add(index: Path, files: Iterable[Path]) -> None:
     wheel of the same version has another file name.
     """
     for path in files:
-        place = index / path.name
-        shutil.copyfile(path, place.with_name(place.name + ".new"))
-        place.with_name(place.name + ".new").replace(place)
+        fresh = index / f"{path.name}.new"
+        try:
+            os.link(path, fresh)
+        except OSError:  # another file system
+            shutil.copyfile(path, fresh)
+        fresh.replace(index / path.name)
+        for shown in (index / "simple").glob(f"*/{path.name}"):
+            shown.unlink()
     publish(index)
+
+
+def is_look_alike(path: Path) -> bool:
+    """Return whether a wheel's file name says that the lab made it."""
+    return f"-{wheels_pack.BUILD_TAG}-" in path.name
 
 
 def publish(index: Path) -> None:

@@ -25,7 +25,12 @@ MS_PRIVATE = 1 << 18
 NVIDIA = "0x10de"
 SECURE_BOOT = "SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 SIGNATURE = b"~Module signature appended~\n"
-GCC = "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14) \n"
+# The compiler that each release builds its kernels with.
+COMPILERS = {
+    "bookworm": "gcc-12 (Debian 12.2.0-14) 12.2.0",
+    "trixie": "gcc-14 (Debian 14.2.0-19) 14.2.0",
+    "noble": "x86_64-linux-gnu-gcc-13 (Ubuntu 13.3.0-6ubuntu2~24.04) 13.3.0",
+}
 NVSWITCH = {"Hopper": "22a3", "Ampere": "1af1"}
 
 # PCI Express capability, and the extended one for access control, at fixed places of a bridge's configuration.
@@ -137,7 +142,8 @@ def lay_proc_driver(described, loaded):
             line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  %s  Release Build  (bringup-lab)  \n"
         else:
             line = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  %s  Release Build  (bringup-lab)\n"
-        write(tree + "/nvidia/version", line % version + GCC)
+        parts = compiler(described).split(" ", 1)
+        write(tree + "/nvidia/version", line % version + "GCC version:  gcc version %s \n" % parts[-1])
         write(tree + "/nvidia/params", "ResmanDebugLevel: 4294967295\n")
         for gpu in described["gpus"]:
             text = "Model: \t\t %s\nGPU UUID: \t %s\nBus Location: \t %s\nDevice Minor: \t %d\nGPU Firmware: \t %s\n"
@@ -160,6 +166,17 @@ def lay_devices(described):
         if not os.path.exists(path):
             write(path, "")
             os.chmod(path, 0o666)
+
+
+def compiler(described):
+    """Return the compiler of the described kernel; without one in the description, the release's own."""
+    if described["kernel_compiler"]:
+        return described["kernel_compiler"]
+    for line in read(ROOT + "/etc/os-release").splitlines():
+        name, _, value = line.partition("=")
+        if name == "VERSION_CODENAME" and value in COMPILERS:
+            return COMPILERS[value]
+    return COMPILERS["bookworm"]
 
 
 # --- PCI
@@ -270,6 +287,10 @@ def lay_class(described):
     if described["has_iommu"]:
         os.makedirs(tree + "/iommu/dmar0", exist_ok=True)
         replaced.append("iommu")
+        groups = LAID + "/sys/kernel/iommu_groups"
+        for number, _ in enumerate(described["gpus"]):
+            os.makedirs("%s/%d" % (groups, number), exist_ok=True)
+        mount(groups, "/sys/kernel/iommu_groups")
     if replaced:
         lay_over(tree, "/sys/class", replaced)
 
@@ -299,9 +320,13 @@ def lay_firmware(described):
 
 
 def lay_boot(described):
-    """Lay the kernel command line, and an identity of this boot where whoever started the host laid none."""
+    """Lay command line and version of the kernel, and an identity of this boot where none was laid before."""
     write(LAID + "/proc/cmdline", described["kernel_command_line"] + "\n")
     mount(LAID + "/proc/cmdline", "/proc/cmdline")
+    release = os.uname().release
+    version = "Linux version %s (lab@bringup) (%s, GNU ld (GNU Binutils) 2.40) #1 SMP PREEMPT_DYNAMIC\n"
+    write(LAID + "/proc/version", version % (release, compiler(described)))
+    mount(LAID + "/proc/version", "/proc/version")
     boot_id = "/proc/sys/kernel/random/boot_id"
     if " %s " % boot_id not in read("/proc/self/mountinfo"):
         write(LAID + "/proc/boot_id", "%s\n" % uuid.uuid4())
