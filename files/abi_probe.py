@@ -1345,7 +1345,11 @@ def answer(prefix: str, wanted: Iterable[str] = (), library_path: Sequence[str] 
         "runtime": [numbers[id(found)] for found in runtime],
         "loader_cache": {"error": environment.cache_problem} if environment.cache_problem else environment.cache,
         "files": entries,
-        "unreadable": loader.unreadable,
+        "unreadable": {
+            path: {"problem": loader.unreadable[path], "distribution": environment.owners.get(path)}
+            for path in environment.paths
+            if path in loader.unreadable
+        },
         "names": names.all(),
         "seconds": round(time.monotonic() - started, 3),
     }
@@ -1365,6 +1369,7 @@ def _entry(found: Object, wanted: Set[bytes], names: _Names) -> Dict:
         "size_bytes": elf.size_bytes,
         "soname": elf.soname,
         "needed": list(elf.needed),
+        "search_paths": [*elf.rpath, *elf.runpath],
         "version_definitions": list(elf.version_definitions),
         "exports": names.numbers(elf.exports),
     }

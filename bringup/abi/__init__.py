@@ -1,0 +1,59 @@
+"""Judge whether shared objects will load beside a torch: `dlopen(RTLD_NOW)` after `import torch`, on paper.
+
+A *file* is one shared object with what it needs and offers. A *torch side* says what a process holds after
+`import torch`: an installed environment that files/abi_probe.py has read, or a torch release from the index
+of exports. A *verdict* is what `judge` says of a distribution on a torch side.
+
+That every name resolves is necessary, not enough: C++ objects may change their layout between two minor
+versions of torch while all names stay. So a file that uses torch's C++ interface counts as sound only on the
+minor version that it was built for.
+"""
+
+from bringup.abi.facts import (
+    Distribution,
+    ElfFacts,
+    Level,
+    SharedFile,
+    declared_torch,
+    promised_glibc,
+    worst,
+)
+from bringup.abi.installed import InstalledEnvironment, parse_environment
+from bringup.abi.names import belongs_to_torch, demangle, is_stable_interface
+from bringup.abi.policies import POLICIES, Policy, Variants, policy_of
+from bringup.abi.suppliers import SUPPLIERS, Supplier, supplier
+from bringup.abi.torch_side import Host, Library, Load, TorchRelease, TorchSide, brought_libraries
+from bringup.abi.verdict import AbiFinding, FileVerdict, Verdict, judge, judge_environment
+
+__all__ = [
+    "POLICIES",
+    "SUPPLIERS",
+    "AbiFinding",
+    "Distribution",
+    "ElfFacts",
+    "FileVerdict",
+    "Host",
+    "InstalledEnvironment",
+    "Level",
+    "Library",
+    "Load",
+    "Policy",
+    "SharedFile",
+    "Supplier",
+    "TorchRelease",
+    "TorchSide",
+    "Variants",
+    "Verdict",
+    "belongs_to_torch",
+    "brought_libraries",
+    "declared_torch",
+    "demangle",
+    "is_stable_interface",
+    "judge",
+    "judge_environment",
+    "parse_environment",
+    "policy_of",
+    "promised_glibc",
+    "supplier",
+    "worst",
+]
