@@ -1314,8 +1314,11 @@ def answer(prefix: str, wanted: Iterable[str] = (), library_path: Sequence[str] 
         for symbol in found.elf.undefined
         if not symbol.is_weak
     }
-    needed.update(name.encode("utf-8", "surrogateescape") for name in wanted)
+    # Every name asked for gets a number, so that a reader can tell "nobody has it" from "nobody was asked".
     names = _Names()
+    wanted = list(wanted)
+    names.numbers(wanted)
+    needed.update(name.encode("utf-8", "surrogateescape") for name in wanted)
     entries = []
     for key, found in table.items():
         entry = _entry(found, needed, names)

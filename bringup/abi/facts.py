@@ -156,6 +156,14 @@ class Distribution:
             file.torch_names() for file in self.files
         )
 
+    @property
+    def undefined_names(self) -> frozenset[str]:
+        """Return every name that a probe has to look for before this distribution can be judged on its host."""
+        return frozenset().union(
+            *(file.undefined for file in self.files),
+            *(names for file in self.files for names in file.versioned.values()),
+        )
+
     @cached_property
     def needed_glibc(self) -> str | None:
         """Return the newest glibc that any file asks for ("2.27"), None when none does."""

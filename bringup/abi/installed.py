@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from bringup.abi.facts import Distribution, SharedFile, declared_torch
 from bringup.abi.torch_side import Host, Library, Load, library_of, siblings_of
-from bringup.errors import HostError
+from bringup.errors import HostError, InputError
 
 
 class _Answer(BaseModel):
@@ -101,6 +101,7 @@ class InstalledEnvironment:
     def __init__(self, answer: _EnvironmentAnswer) -> None:
         self._answer = answer
         names = answer.names
+        self._names = frozenset(names)
         # What the process holds already is relocated; what it does not, a load brings in.
         held = set(answer.process.loads)
         self._libraries = [
@@ -167,7 +168,10 @@ class InstalledEnvironment:
         )
 
     def load(self, file: SharedFile, distribution: Distribution) -> Load:
-        """Return what loading a file leads to: as probed for an installed file, by the same rules for another."""
+        """Return what loading a file leads to: as probed for an installed file, by the same rules for another.
+
+        Raises InputError for a file whose names the probe was not asked about.
+        """
         probed = self._by_path.get(file.path)
         if probed is None or probed.distribution != canonicalize_name(distribution.name):
             return self._foreign(file, distribution)
@@ -179,6 +183,13 @@ class InstalledEnvironment:
         )
 
     def _foreign(self, file: SharedFile, distribution: Distribution) -> Load:
+        asked = {*file.undefined, *(name for names in file.versioned.values() for name in names)}
+        if not asked <= self._names:
+            raise InputError(
+                f"{file.path} cannot be judged on this environment",
+                why="the environment was read without looking for the names that the file needs",
+                hint="pass the distribution's undefined names to abi_probe.py with --wanted",
+            )
         siblings = siblings_of(distribution, file)
         answers, host = self._answer.process.answers, self.host
         scope: list[Library] = [library_of(file)]
