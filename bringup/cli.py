@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -33,7 +35,7 @@ COMMANDS = (
     "history",
     "status",
 )
-GROUPS = ("lab", "abi")
+GROUPS = ("lab",)
 
 
 def _version(wanted: bool) -> None:
@@ -51,31 +53,27 @@ def _top(
     del version
 
 
-def _mount() -> None:
+def mount(words: Sequence[str] = ()) -> None:
+    """Mount the command that a command line names; all of them when it names none (help, completion).
+
+    Importing every command would cost a converged host's `apply` a second of nothing.
+    """
+    named = next((word for word in words if not word.startswith("-")), None)
     for name in COMMANDS:
-        module = _module(name)
-        if module is not None:
-            app.command(name)(getattr(module, name))
+        if named in (None, name) or named not in (*COMMANDS, *GROUPS):
+            app.command(name)(getattr(_module(name), name))
     for name in GROUPS:
-        module = _module(name)
-        if module is not None:
-            app.add_typer(module.app, name=name)
+        if named in (None, name) or named not in (*COMMANDS, *GROUPS):
+            app.add_typer(_module(name).app, name=name)
 
 
-def _module(name: str):  # type: ignore[no-untyped-def]
-    try:
-        return importlib.import_module(f"bringup.commands.{name}")
-    except ModuleNotFoundError as error:
-        if error.name == f"bringup.commands.{name}":
-            return None
-        raise
-
-
-_mount()
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"bringup.commands.{name}")
 
 
 def main() -> None:
     """Run the command line; exit 0 as wanted, 1 looked and something is not, 2 could not do the job."""
+    mount(() if "_BRINGUP_COMPLETE" in os.environ else sys.argv[1:])
     try:
         app(standalone_mode=True)
     except BringupError as error:

@@ -63,6 +63,10 @@ BOOKKEEPING = "lock"
 """The deploy whose operations are no changes: taking the run lock and giving it back."""
 
 
+MEASURING = "verify"
+"""The deploy that proves a host; it counts no changes."""
+
+
 class Shard(BaseModel):
     """Some hosts of an inventory and what to do with them.
 
@@ -160,6 +164,9 @@ class Worker:
                 changes += 1
             if meta.is_complete() and meta.did_error():
                 status, about.failed_op = "failed", op_hash
+        if about.step == MEASURING and changes:
+            # A proof writes its record and changes nothing that serves.
+            changes, status = 0, status or "measured"
         if about.step != BOOKKEEPING:
             about.changes += changes
             self._write(

@@ -18,7 +18,9 @@ from bringup import cli, paths
 from bringup.stack import parse_stack
 
 ROOT = paths.root()
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = sorted([*(ROOT / name for name in TOP), *(ROOT / "docs").rglob("*.md")])
+cli.mount()
 FENCE = re.compile(r"^```([a-z0-9-]*)[^\n]*\n(.*?)^```\s*$", re.M | re.S)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)]*)?\)")
 

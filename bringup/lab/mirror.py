@@ -444,6 +444,8 @@ http {{
     default_type application/octet-stream;
     sendfile on;
     etag off;
+    # The mirror changes under the same addresses; a client that kept a page would lock what is gone.
+    add_header Cache-Control no-cache;
     server {{
         listen {address}:{port};
         root {root};

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from bringup.finding import Finding
 
 HostStatus = Literal["ok", "drift", "slow", "refused", "failed", "unknown"]
-StepStatus = Literal["unchanged", "changed", "planned", "failed", "skipped"]
+StepStatus = Literal["unchanged", "changed", "measured", "planned", "failed", "skipped"]
 BackendState = Literal["measured", "missing", "not_run"]
 BackendVerdict = Literal["pass", "warn", "fail"]
 
@@ -71,7 +71,8 @@ class FindingResult(Model):
 class StepResult(Model):
     """Say what one step did to one host.
 
-    ``planned``: a plan found something to do. ``skipped``: an earlier step failed, or the step was left out.
+    ``measured``: the host was proved, and nothing on it was changed. ``planned``: a plan found something to
+    do. ``skipped``: an earlier step failed, or the step was left out.
     ``changes`` counts operations that were executed.
     """
 
