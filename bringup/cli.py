@@ -22,19 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-COMMANDS = (
-    "plan",
-    "apply",
-    "verify",
-    "drift",
-    "rollback",
-    "trust",
-    "lock",
-    "rollout",
-    "bundle",
-    "history",
-    "status",
-)
+COMMANDS = ("plan", "apply", "verify", "drift", "rollback", "trust", "lock")
 GROUPS = ("lab",)
 
 
@@ -86,6 +74,14 @@ def main() -> None:
         # The reader of our output went away (for example `| head`): nothing is left to say.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except Exception as error:
+        if any(word.startswith("-v") for word in sys.argv):
+            raise
+        print(
+            f"error: bringup has a fault: {type(error).__name__}: {error}\n  hint: run it again with -v and report it",
+            file=sys.stderr,
+        )
+        sys.exit(2)
 
 
 if __name__ == "__main__":
