@@ -58,15 +58,11 @@ def lock(
     ] = None,
     apt_key: Annotated[
         Path | None,
-        typer.Option(
-            "--apt-key", help="Public key that signs them. Default: NVIDIA's.", exists=True, dir_okay=False
-        ),
+        typer.Option("--apt-key", help="Public key that signs them. Default: NVIDIA's.", exists=True, dir_okay=False),
     ] = None,
     lab: Annotated[
         Path | None,
-        typer.Option(
-            "--lab", help="Lock against the mirror of the lab in this state directory.", metavar="STATE_DIR"
-        ),
+        typer.Option("--lab", help="Lock against the mirror of the lab in this state directory.", metavar="STATE_DIR"),
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -88,6 +84,7 @@ def lock(
     if only not in (None, "wheels", "packages"):
         raise InputError(f"--only {only}: wanted wheels or packages")
     findings: dict[str, tuple[Finding, ...]] = {}
+    explained: dict[str, list[dict[str, Any]]] = {}
     wheels = previous.wheels if previous else None
     if only != "packages" and wanted.python.existing is None:
         part = locking.lock_wheels(
@@ -100,8 +97,7 @@ def lock(
         )
         findings |= part.findings
         wheels = part.locked("index")
-        if explain:
-            _explain(Console(), part.resolved)
+        explained = _explained(part.resolved) if explain else {}
     packages = dict(previous.packages) if previous else {}
     names = sorted({*packages, *(release or ())})
     if only != "wheels" and names:
@@ -119,8 +115,10 @@ def lock(
     fits = not any(finding.is_refusal for found in findings.values() for finding in found)
     changed = locking.write_lock(target, made) if fits else False
     if json:
-        print(jsonlib.dumps(_document(wanted, target, previous, made, changed, findings), indent=2))
+        document = _document(wanted, target, previous, made, changed, findings)
+        print(jsonlib.dumps({**document, **({"explained": explained} if explain else {})}, indent=2))
     else:
+        _show_explained(Console(), explained)
         _show(console, target, previous, made, changed, findings)
     if not fits:
         raise typer.Exit(1)
@@ -132,9 +130,7 @@ def stack_path(name_or_path: str) -> Path:
         return Path(name_or_path)
     path = paths.stacks() / f"{name_or_path}.toml"
     if not path.is_file():
-        shipped = sorted(
-            file.stem for file in paths.stacks().glob("*.toml") if not file.name.endswith(".lock.toml")
-        )
+        shipped = sorted(file.stem for file in paths.stacks().glob("*.toml") if not file.name.endswith(".lock.toml"))
         raise InputError(
             f"no stack is called {name_or_path!r}",
             hint=f"bringup ships {', '.join(shipped)}; or name the path of a .toml file",
@@ -200,22 +196,37 @@ def _export(stack: Stack, form: str, platforms: Sequence[str]) -> None:
     sys.stdout.write(locking.pylock_text(name, platform, addresses))
 
 
-def _explain(console: Console, resolved: Iterable[locking.ResolvedPlatform]) -> None:
-    for platform in resolved:
-        table = Table(title=platform.platform, title_justify="left", box=None, pad_edge=False)
+def _explained(resolved: Iterable[locking.ResolvedPlatform]) -> dict[str, list[dict[str, Any]]]:
+    return {
+        platform.platform: [
+            {
+                "step": step.name,
+                "distribution": file.locked.distribution,
+                "version": file.locked.version,
+                "index": file.locked.index,
+                "required_by": list(file.required_by),
+            }
+            for step in platform.steps
+            for file in step.files
+        ]
+        for platform in resolved
+    }
+
+
+def _show_explained(console: Console, explained: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    for platform, rows in explained.items():
+        table = Table(title=platform, title_justify="left", box=None, pad_edge=False)
         for title in ("step", "distribution", "version", "index", "required by"):
-            table.add_column(title, overflow="fold")
-        for step in platform.steps:
-            for file in step.files:
-                locked = file.locked
-                table.add_row(
-                    step.name, locked.distribution, locked.version, locked.index, ", ".join(file.required_by)
-                )
+            table.add_column(title, no_wrap=True)
+        for row in rows:
+            table.add_row(row["step"], row["distribution"], row["version"], row["index"], ", ".join(row["required_by"]))
         console.print(table)
 
 
 def _changes(previous: Lock | None, made: Lock) -> list[dict[str, str | None]]:
-    """Return what differs between two locks: one entry for each platform or release and each name."""
+    """Return what differs from the lock before: one entry for each platform or release and each name."""
+    if previous is None:
+        return []
     before, after = _versions(previous), _versions(made)
     return [
         {"where": where, "name": name, "from": before.get((where, name)), "to": after.get((where, name))}
@@ -288,12 +299,11 @@ def _show(
         for finding in found:
             refused = refused or finding.is_refusal
             _finding(console, name, finding)
-    if previous is not None:
-        for change in _changes(previous, made):
-            console.print(
-                f"{change['where']:<18}{change['name']:<32}{change['from'] or 'new'} -> {change['to'] or 'gone'}",
-                soft_wrap=True,
-            )
+    for change in _changes(previous, made):
+        console.print(
+            f"{change['where']:<18}{change['name']:<32}{change['from'] or 'new'} -> {change['to'] or 'gone'}",
+            soft_wrap=True,
+        )
     for name, total in _totals(made).items():
         console.print(f"{name:<18}{total['distributions']} wheels, {total['size_bytes'] / 1e9:.2f} GB")
     for name, packages in made.packages.items():

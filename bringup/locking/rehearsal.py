@@ -75,7 +75,8 @@ def lock_for_lab(
             return LabLock(target, False, tuple(each for found in part.findings.values() for each in found))
         for platform in part.resolved:
             addresses = {file.locked.file: file.url for file in platform.files}
-            files = [file.locked for file in platform.files if not file.url.startswith(mirror_url)]
+            own = f"{mirror_url.rstrip('/')}/wheels/"
+            files = [file.locked for file in platform.files if not file.url.startswith(own)]
             fetch_files(files, mirror, platform=platform.platform, sources=sources, addresses=addresses, say=say)
         wheels = part.locked("lab")
     lock = Lock(

@@ -148,9 +148,10 @@ class _Question:
         project = self._project()
         what = f"{self._where}: step {self.step.name} on {self.compiler.platform}"
         answers = self.compiler.answers(project, what=what)
-        # Where no index has a name, everything comes from the default one.
-        is_plain = project.first is None and not project.indexes and not self.explain
-        origins = {} if is_plain else self.compiler.origins(project, answers)
+        # What is bound to an index comes from it. For the rest it must be asked only where two are searched.
+        unbound = [answer for answer in answers if answer.name not in {*project.indexes, *self.fixed}]
+        is_asked = self.explain or (project.first is not None and unbound)
+        origins = self.compiler.origins(project, answers) if is_asked else {}
         new = []
         for answer in answers:
             if answer.name in self.fixed:

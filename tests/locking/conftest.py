@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -12,26 +13,26 @@ import pytest
 from small_index import X86, Quiet, Site
 
 
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """Serve an empty site; uv keeps its cache beside it, so that no test sees another one's indexes."""
-    root = tmp_path / "site"
+@contextmanager
+def served(directory: Path) -> Iterator[Site]:
+    """Serve an empty site; uv keeps its cache beside it, so that no site sees another one's indexes."""
+    root = directory / "site"
     root.mkdir()
-    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root)))
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
-    try:
-        yield Site(root, f"http://127.0.0.1:{server.server_port}")
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UV_CACHE_DIR", str(directory / "uv-cache"))
+        try:
+            yield Site(root, f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
 
 
-@pytest.fixture
-def indexes(site: Site) -> Site:
-    """Fill the site with the shape of a CUDA 13 stack.
+def fill(site: Site) -> Site:
+    """Give the site the shape of a CUDA 13 stack.
 
     pytorch lacks what torch also needs; sglang has an older copy of it; flashinfer-jit-cache is on an index of its
     own; the default index has the cu128 torch that a bare requirement would drag in.
@@ -56,3 +57,23 @@ def indexes(site: Site) -> Site:
         "flashinfer-python==0.6.3", "flashinfer-jit-cache==0.6.3", "torch==2.9.1", "sgl-kernel==0.3.21",
     )  # fmt: skip
     return site
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """Serve an empty site for one test."""
+    with served(tmp_path) as one:
+        yield one
+
+
+@pytest.fixture
+def indexes(site: Site) -> Site:
+    """Serve filled indexes that the test may change."""
+    return fill(site)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Serve filled indexes to a whole module, which must leave them as they are."""
+    with served(tmp_path_factory.mktemp("shared")) as one:
+        yield fill(one)

@@ -31,8 +31,8 @@ def shown(resolved: ResolvedPlatform) -> list[str]:
     ]
 
 
-def test_steps_come_from_their_own_index_and_the_rest_from_the_default_one(indexes: Site) -> None:
-    assert shown(resolve(stack(), "cp311-x86_64", sources(indexes))) == [
+def test_steps_come_from_their_own_index_and_the_rest_from_the_default_one(shared: Site) -> None:
+    assert shown(resolve(stack(), "cp311-x86_64", sources(shared))) == [
         "torch: demo-jinja 2.1 from default",
         "torch: demo-runtime 13.0.96 from pytorch",
         "torch: torch 2.9.1+cu130 from pytorch",
@@ -44,31 +44,31 @@ def test_steps_come_from_their_own_index_and_the_rest_from_the_default_one(index
     ]
 
 
-def test_every_platform_gets_its_own_file_and_the_highest_build(indexes: Site) -> None:
+def test_every_platform_gets_its_own_file_and_the_highest_build(shared: Site) -> None:
     files = {
         platform: {file.locked.distribution: file.locked.file for file in found.files}
         for platform in ("cp311-x86_64", "cp312-x86_64")
-        for found in [resolve(stack(), platform, sources(indexes))]
+        for found in [resolve(stack(), platform, sources(shared))]
     }
     assert files["cp311-x86_64"]["torch"] == f"torch-2.9.1+cu130-cp311-cp311-{X86}.whl"
     assert files["cp312-x86_64"]["torch"] == f"torch-2.9.1+cu130-cp312-cp312-{X86}.whl"
     assert files["cp311-x86_64"]["demo-runtime"] == "demo_runtime-13.0.96-2-py3-none-any.whl"
 
 
-def test_missing_platform_is_refused_with_its_name(indexes: Site) -> None:
+def test_missing_platform_is_refused_with_its_name(shared: Site) -> None:
     with pytest.raises(InputError) as raised:
-        resolve(stack(), "cp311-aarch64", sources(indexes))
+        resolve(stack(), "cp311-aarch64", sources(shared))
     assert raised.value.what.startswith("demo.toml: step torch on cp311-aarch64 ")
 
 
-def test_versions_of_the_lock_are_kept_while_they_fit(indexes: Site) -> None:
-    kept = resolve(stack(), "cp311-x86_64", sources(indexes), preferred={"demo-jinja": "2.0", "torch": "1.0"})
+def test_versions_of_the_lock_are_kept_while_they_fit(shared: Site) -> None:
+    kept = resolve(stack(), "cp311-x86_64", sources(shared), preferred={"demo-jinja": "2.0", "torch": "1.0"})
     assert "torch: demo-jinja 2.0 from default" in shown(kept)
     assert "torch: torch 2.9.1+cu130 from pytorch" in shown(kept)
 
 
-def test_explaining_names_who_asked(indexes: Site) -> None:
-    resolved = resolve(stack(), "cp311-x86_64", sources(indexes), explain=True)
+def test_explaining_names_who_asked(shared: Site) -> None:
+    resolved = resolve(stack(), "cp311-x86_64", sources(shared), explain=True)
     asked = {file.locked.distribution: file.required_by for file in resolved.files}
     assert asked == {
         "demo-jinja": ("torch",),
@@ -82,60 +82,60 @@ def test_explaining_names_who_asked(indexes: Site) -> None:
     }
 
 
-def test_pin_in_the_way_is_told_in_the_resolvers_words(indexes: Site) -> None:
+def test_pin_in_the_way_is_told_in_the_resolvers_words(shared: Site) -> None:
     text = STACK[: STACK.index("[[python.override]]")]
     with pytest.raises(InputError) as raised:
-        resolve(stack(text), "cp311-x86_64", sources(indexes))
+        resolve(stack(text), "cp311-x86_64", sources(shared))
     assert raised.value.what == "demo.toml: step sglang on cp311-x86_64 has no solution"
     assert "sglang" in str(raised.value.why)
     assert "flashinfer" in str(raised.value.why)
     assert "[[python.override]]" in str(raised.value.hint)
 
 
-def test_wide_override_moves_nothing_that_an_earlier_step_fixed(indexes: Site) -> None:
+def test_wide_override_moves_nothing_that_an_earlier_step_fixed(shared: Site) -> None:
     wide = """
 [[python.override]]
 requirement = "demo-jinja"
 reason = "any version will do here"
 """
-    resolved = resolve(stack(STACK + wide), "cp311-x86_64", sources(indexes), preferred={"demo-jinja": "1.0"})
+    resolved = resolve(stack(STACK + wide), "cp311-x86_64", sources(shared), preferred={"demo-jinja": "1.0"})
     assert [line for line in shown(resolved) if "demo-jinja" in line] == ["torch: demo-jinja 1.0 from pytorch"]
 
 
-def test_existing_environment_has_nothing_to_resolve(indexes: Site) -> None:
+def test_existing_environment_has_nothing_to_resolve(shared: Site) -> None:
     text = STACK.replace('interpreter = "3.11"', 'interpreter = "existing:/opt/venv"')
     with pytest.raises(InputError) as raised:
-        resolve(stack(text), "cp311-x86_64", sources(indexes))
+        resolve(stack(text), "cp311-x86_64", sources(shared))
     assert raised.value.what == "demo.toml: the environment is an existing one"
 
 
-def test_unknown_platform_lists_the_known_ones(indexes: Site) -> None:
+def test_unknown_platform_lists_the_known_ones(shared: Site) -> None:
     with pytest.raises(InputError) as raised:
-        resolve(stack(), "cp310-x86_64", sources(indexes))
+        resolve(stack(), "cp310-x86_64", sources(shared))
     assert raised.value.what == "not a platform: 'cp310-x86_64'"
     assert "cp313-aarch64" in str(raised.value.hint)
 
 
-def test_mirror_serves_the_same_names(indexes: Site) -> None:
+def test_mirror_serves_the_same_names(shared: Site) -> None:
     wanted = stack()
-    mirrored = Sources.of_mirror(wanted.python.indexes, indexes.url, DefaultIndex())
-    assert shown(resolve(wanted, "cp311-x86_64", mirrored)) == shown(resolve(wanted, "cp311-x86_64", sources(indexes)))
+    mirrored = Sources.of_mirror(wanted.python.indexes, shared.url, DefaultIndex())
+    assert shown(resolve(wanted, "cp311-x86_64", mirrored)) == shown(resolve(wanted, "cp311-x86_64", sources(shared)))
 
 
-def test_locked_files_are_found_again(indexes: Site) -> None:
-    files = [file.locked for file in resolve(stack(), "cp311-x86_64", sources(indexes)).files]
-    found = locate(files, "cp311-x86_64", sources(indexes))
+def test_locked_files_are_found_again(shared: Site) -> None:
+    files = [file.locked for file in resolve(stack(), "cp311-x86_64", sources(shared)).files]
+    found = locate(files, "cp311-x86_64", sources(shared))
     assert set(found) == {file.file for file in files}
-    assert found["sglang-0.5.9-py3-none-any.whl"] == f"{indexes.index('default')}/sglang/sglang-0.5.9-py3-none-any.whl"
+    assert found["sglang-0.5.9-py3-none-any.whl"] == f"{shared.index('default')}/sglang/sglang-0.5.9-py3-none-any.whl"
 
 
-def test_file_that_changed_on_its_index_is_named(indexes: Site) -> None:
-    files = [file.locked for file in resolve(stack(), "cp311-x86_64", sources(indexes)).files]
+def test_file_that_changed_on_its_index_is_named(shared: Site) -> None:
+    files = [file.locked for file in resolve(stack(), "cp311-x86_64", sources(shared)).files]
     changed = [
         file.model_copy(update={"sha256": "0" * 64}) if file.distribution == "sglang" else file for file in files
     ]
     with pytest.raises(InputError) as raised:
-        locate(changed, "cp311-x86_64", sources(indexes))
+        locate(changed, "cp311-x86_64", sources(shared))
     assert raised.value.what == "index default no longer has sglang-0.5.9-py3-none-any.whl as it was locked"
 
 

@@ -1,0 +1,132 @@
+"""Locks for lab hosts: complete, made once, and never a wheels part that nobody can build again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_index import STACK, Site
+from test_lock_packages import DRIVER_580, RELEASE, TOOLKITS, Key, key, serve
+
+from bringup.errors import InputError
+from bringup.locking.document import write_lock
+from bringup.locking.rehearsal import LabLock, lock_for_lab
+from bringup.locking.settings import DefaultIndex, Source
+from bringup.locking.wheels import Judgement, lock_wheels
+from bringup.stack import Lock, load_stack, parse_lock, parse_stack
+
+__all__ = ["key"]
+
+
+@pytest.fixture
+def lab(indexes: Site, key: Key, tmp_path: Path) -> Site:
+    """Make the site the mirror of a lab; what its stacks also need lies on the controller's default index."""
+    (indexes.root / "wheels/default/simple/demo-jinja").rename(tmp_path / "demo-jinja")
+    outside = indexes.root / "outside/wheels/default/simple"
+    outside.mkdir(parents=True)
+    (tmp_path / "demo-jinja").rename(outside / "demo-jinja")
+    serve(indexes, key, [*DRIVER_580, *TOOLKITS])
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state/mirror").symlink_to(indexes.root)
+    (tmp_path / "demo.toml").write_text(STACK)
+    return indexes
+
+
+def run(site: Site, key: Key, tmp_path: Path, **more: object) -> LabLock:
+    key_file = tmp_path / "key.asc"
+    key_file.write_bytes(key.public)
+    return lock_for_lab(
+        tmp_path / "demo.toml",
+        tmp_path / "state",
+        site.url,
+        key_file=key_file,
+        key_fingerprint=key.fingerprint,
+        default=DefaultIndex(Source(f"{site.url}/outside/wheels/default/simple")),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRINGUP_WHEEL_CACHE", str(tmp_path / "wheel-cache"))
+
+
+def read(path: Path) -> Lock:
+    return parse_lock(path.read_text(), source=str(path))
+
+
+def test_look_alikes_are_locked_against_the_lab_and_the_rest_is_fetched(lab: Site, key: Key, tmp_path: Path) -> None:
+    made = run(lab, key, tmp_path)
+    assert (made.path, made.changed) == (tmp_path / "state/locks/demo.lock.toml", True)
+    lock = read(made.path)
+    assert lock.wheels is not None
+    assert lock.wheels.resolved_against == "lab"
+    assert list(lock.wheels.platforms) == ["cp311-x86_64"]
+    assert lock.packages[RELEASE.name].resolved_against == "lab"
+    # Lab hosts reach nothing but the mirror, so what came from outside is served by it now.
+    assert (lab.root / "wheels/default/simple/demo-jinja/demo_jinja-2.1-py3-none-any.whl").is_file()
+    stack = load_stack(tmp_path / "demo.toml", lock_path=made.path)
+    assert stack.locked_distributions("cp311-x86_64")["demo-jinja"] == "2.1"
+
+
+def test_nothing_is_done_while_nothing_changed(lab: Site, key: Key, tmp_path: Path) -> None:
+    made = run(lab, key, tmp_path)
+    before = made.path.read_bytes()
+    # With the indexes gone, resolving again would fail: nothing is resolved.
+    (lab.root / "apt").rename(lab.root / "apt-away")
+    (lab.root / "apt").mkdir()
+    (lab.root / "apt/debian12").symlink_to(lab.root / "apt-away/debian12")
+    assert run(lab, key, tmp_path) == LabLock(made.path, changed=False)
+    assert made.path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda site, here: (here / "demo.toml").write_text(STACK + "\n[verify]\ngpus = 4\n"), id="stack"),
+        pytest.param(lambda site, here: site.add("sglang", "demo-helper", "0.10"), id="a wheel of the mirror"),
+    ],
+)
+def test_change_makes_the_lock_anew(lab: Site, key: Key, tmp_path: Path, change: object) -> None:
+    made = run(lab, key, tmp_path)
+    before = made.path.read_text()
+    assert callable(change)
+    change(lab, tmp_path)
+    assert run(lab, key, tmp_path).changed is True
+    assert made.path.read_text() != before
+
+
+def test_committed_wheels_part_is_kept_as_it_is(lab: Site, key: Key, tmp_path: Path) -> None:
+    wanted = parse_stack(STACK, source="demo.toml").model_copy(update={"lock": None})
+    from bringup.locking.settings import Sources
+
+    sources = Sources.of_mirror(
+        wanted.python.indexes, lab.url, DefaultIndex(Source(f"{lab.url}/outside/wheels/default/simple"))
+    )
+    part = lock_wheels(wanted, ["cp311-x86_64", "cp312-x86_64"], sources)
+    committed = Lock(schema_=1, stack="demo", wheels=part.locked("index"))
+    write_lock(tmp_path / "demo.lock.toml", committed)
+    lock = read(run(lab, key, tmp_path).path)
+    assert lock.wheels == committed.wheels
+    assert lock.packages[RELEASE.name].resolved_against == "lab"
+
+
+def test_set_that_does_not_fit_is_not_written(lab: Site, key: Key, tmp_path: Path) -> None:
+    def judge(stack: object, resolved: object) -> Judgement:
+        file = "sgl_kernel-0.3.21+cu130-cp310-abi3-manylinux_2_28_x86_64.whl"
+        return Judgement(verdicts={file: "broken-symbol"}, broken=frozenset({file}))
+
+    made = run(lab, key, tmp_path, judge=judge)
+    assert [finding.code for finding in made.findings] == ["BU-ENV-106"]
+    assert not made.path.exists()
+
+
+def test_state_directory_without_a_mirror(tmp_path: Path, key: Key) -> None:
+    (tmp_path / "demo.toml").write_text(STACK)
+    with pytest.raises(InputError) as raised:
+        lock_for_lab(
+            tmp_path / "demo.toml", tmp_path / "state", "http://127.0.0.1:9",
+            key_file=tmp_path / "key.asc", key_fingerprint=key.fingerprint,
+        )  # fmt: skip
+    assert raised.value.what == f"no package mirror in {tmp_path}/state/mirror"
+    assert raised.value.hint == "run `bringup lab up`"
