@@ -812,3 +812,10 @@ def _wrong(host: str | None, path: str, wanted: str, found: object) -> HostError
         why=f"{path}: wanted {wanted}, found {shown if len(shown) <= 80 else shown[:79] + '…'}",
         hint="the probe belongs to this version of bringup: reinstall bringup, or look at the host",
     )
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of an answer; ``docs/reference/probe.schema.json`` holds it."""
+    schema = HostState.model_json_schema(by_alias=True)
+    del schema["properties"]["received_at_s"]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Answer of host_probe.py"}
