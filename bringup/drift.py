@@ -322,7 +322,7 @@ def _mixed_packages(view: _View) -> Finds:
         f"{name} {package.version}"
         for name, package in packages.items()
         if package.is_installed
-        and wanted.is_driver_package(name)
+        and wanted.is_of_driver_version(name)
         and re.match(r"\d{3}\.\d+", wanted.upstream(package.version))
         and not wanted.upstream(package.version).startswith(f"{version}")
     )
@@ -477,10 +477,10 @@ def _sonames(view: _View) -> Finds:
 
 
 @_rule(
-    Path("environment.existing", "environment", "The existing environment that the stack names is there."),
     Path("environment.distribution.*", "environment", "A distribution has its locked version, and none is extra."),
     Path("environment.files.*", "environment", "A distribution's files are as they were installed."),
     Path("environment.strays", "environment", "Nothing lies in site-packages that belongs to no distribution."),
+    Path("environment.existing", "environment", "The existing environment that the stack names is there."),
 )
 def _environment(view: _View) -> Finds:
     existing = view.stack.python.existing

@@ -37,6 +37,7 @@ PIN_PRIORITY = 995
 
 _HEADER = "# Written by bringup; a change here is undone by the next apply.\n"
 _DRIVER_FAMILY = re.compile(r"(lib)?nvidia-(?!container|docker)|cuda-drivers|xserver-xorg-video-nvidia|libnvsdm")
+_OF_ANY_VERSION = ("nvidia-driver-pinning", "nvidia-settings", "nvidia-modprobe", "nvidia-persistenced")
 _KERNEL_FAMILY = re.compile(r"linux-(image|headers|modules)(-|$)")
 _LIBRARY_TARGETS = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
 
@@ -179,6 +180,11 @@ def driver_family(stack: Stack, state: HostState, locked: LockedPackages | None)
 def is_driver_package(name: str) -> bool:
     """Return whether a package name belongs to NVIDIA's driver, and not to its container toolkit."""
     return bool(_DRIVER_FAMILY.match(name))
+
+
+def is_of_driver_version(name: str) -> bool:
+    """Return whether a driver package must have the driver's very version: not pins, settings and small tools."""
+    return is_driver_package(name) and not name.startswith(_OF_ANY_VERSION)
 
 
 def is_kernel_package(name: str) -> bool:

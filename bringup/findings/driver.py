@@ -144,7 +144,7 @@ def leftovers(stack: Stack, state: HostState) -> Iterator[Finding]:
         for name, package in state.dpkg.packages.items()
         if name not in known
         and package.is_installed
-        and wanted.is_driver_package(name)
+        and wanted.is_of_driver_version(name)
         and re.match(r"\d{3}\.\d+", wanted.upstream(package.version))
         and wanted.upstream(package.version) != stack.driver.version
     )
