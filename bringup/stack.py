@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -19,10 +20,15 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ValidationError,
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from bringup.errors import InputError
 
@@ -41,13 +47,24 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET_URL = re.compile(r"\w+://[^/]*@")
 
 
-def _matching(pattern: re.Pattern[str], what: str) -> AfterValidator:
-    def check(value: str) -> str:
-        if not pattern.fullmatch(value):
-            raise ValueError(f"wanted {what}")
+@dataclass(frozen=True)
+class _Matching:
+    """Accept what a pattern matches as a whole, say what was wanted otherwise, and show it in the JSON Schema."""
+
+    pattern: re.Pattern[str]
+    what: str
+
+    def __call__(self, value: str) -> str:
+        if not self.pattern.fullmatch(value):
+            raise ValueError(f"wanted {self.what}")
         return value
 
-    return AfterValidator(check)
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        shown = handler(schema)
+        return {**shown, "pattern": f"^({self.pattern.pattern})$", "description": self.what}
 
 
 def _requirement(value: str) -> str:
@@ -58,11 +75,11 @@ def _requirement(value: str) -> str:
     return value
 
 
-ToolkitVersion = Annotated[str, _matching(_TOOLKIT, "a CUDA toolkit such as 13.0")]
-DriverVersion = Annotated[str, _matching(_DRIVER_VERSION, "a driver version such as 580.95.05")]
-Soname = Annotated[str, _matching(_SONAME, "a SONAME such as libnvrtc.so.13")]
-Sha256 = Annotated[str, _matching(_SHA256, "64 hexadecimal digits")]
-Name = Annotated[str, _matching(_NAME, "lower-case letters, digits, dots, dashes")]
+ToolkitVersion = Annotated[str, _Matching(_TOOLKIT, "a CUDA toolkit such as 13.0")]
+DriverVersion = Annotated[str, _Matching(_DRIVER_VERSION, "a driver version such as 580.95.05")]
+Soname = Annotated[str, _Matching(_SONAME, "a SONAME such as libnvrtc.so.13")]
+Sha256 = Annotated[str, _Matching(_SHA256, "64 hexadecimal digits")]
+Name = Annotated[str, _Matching(_NAME, "lower-case letters, digits, dots, dashes")]
 RequirementText = Annotated[str, AfterValidator(_requirement)]
 
 
@@ -73,7 +90,7 @@ class _Model(BaseModel):
 class Driver(_Model):
     """The NVIDIA driver. ``minimum`` None means the branch's own."""
 
-    branch: Annotated[str, _matching(re.compile(r"\d{3}"), "a driver branch such as 580")]
+    branch: Annotated[str, _Matching(re.compile(r"\d{3}"), "a driver branch such as 580")]
     version: DriverVersion
     minimum: DriverVersion | None = None
     flavour: Literal["open", "closed"] = "open"
@@ -130,7 +147,7 @@ class Index(_Model):
 
     name: Name
     url: str
-    credentials: Annotated[str, _matching(re.compile(r"(env|file):.+"), "env:NAME or file:PATH")] | None = None
+    credentials: Annotated[str, _Matching(re.compile(r"(env|file):.+"), "env:NAME or file:PATH")] | None = None
 
     @field_validator("url")
     @classmethod
@@ -187,7 +204,7 @@ class Python(_Model):
     """The Python environment. ``interpreter`` is a minor, or ``existing:PATH``: checked, never built."""
 
     interpreter: Annotated[
-        str, _matching(re.compile(r"3\.(1[1-9]|[2-9]\d)|existing:/.+"), "3.11, 3.12, 3.13 or existing:/path")
+        str, _Matching(re.compile(r"3\.1[1-3]|existing:/.+"), "3.11, 3.12, 3.13 or existing:/path")
     ] = "3.12"
     cuda: ToolkitVersion
     indexes: tuple[Index, ...] = Field(default=(), alias="index")
@@ -228,7 +245,7 @@ class Python(_Model):
 class Service(_Model):
     """What a serving process gets: variables, and the units restarted under the drain hook after a switch."""
 
-    environment: Mapping[Annotated[str, _matching(_VARIABLE, "a variable name")], str] = Field(default_factory=dict)
+    environment: Mapping[Annotated[str, _Matching(_VARIABLE, "a variable name")], str] = Field(default_factory=dict)
     restart: tuple[str, ...] = ()
 
 
@@ -423,6 +440,19 @@ def load_stack(path: Path, *, lock_path: Path | None = None) -> Stack:
     lock_file = lock_path or beside
     lock = parse_lock(_read(lock_file), source=str(lock_file)) if lock_file.is_file() else None
     return parse_stack(_read(path), source=str(path), lock=lock)
+
+
+def json_schema(model: type[Stack] | type[Lock]) -> dict[str, Any]:
+    """Return the JSON Schema of a stack's or a lock's TOML; ``docs/reference`` holds both."""
+    schema = model.model_json_schema(by_alias=True)
+    if model is Stack:
+        # Both are put there by whoever reads the file, never written in it.
+        for key in ("lock", "source"):
+            del schema["properties"][key]
+        for name in ("Lock", *Lock.model_json_schema(by_alias=True)["$defs"]):
+            schema["$defs"].pop(name, None)
+    title = "Stack, schema 1" if model is Stack else "Lock, schema 1"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": title}
 
 
 def _read(path: Path) -> str:

@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import tomlkit
 
 from bringup import paths
 from bringup.errors import InputError
-from bringup.stack import load_stack, parse_lock, parse_stack
+from bringup.stack import Lock, Stack, json_schema, load_stack, parse_lock, parse_stack
 
 SHA256 = "0" * 64
 
@@ -313,3 +316,34 @@ def test_only_the_stack_of_real_wheels_has_a_committed_lock() -> None:
 def test_a_committed_lock_names_no_index_address() -> None:
     text = (paths.stacks() / "sglang-cu130.lock.toml").read_text()
     assert "://" not in text
+
+
+REFERENCE = paths.root() / "docs" / "reference"
+
+
+@pytest.mark.parametrize(("name", "model"), [("stack", Stack), ("lock", Lock)])
+def test_committed_schema_is_that_of_the_models(name: str, model: type[Stack] | type[Lock]) -> None:
+    """Fails after a change of the models: write ``json_schema(model)`` to the file, sorted, indented by one."""
+    committed = (REFERENCE / f"{name}.schema.json").read_text()
+    assert committed == json.dumps(json_schema(model), indent=1, sort_keys=True) + "\n"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
+def test_shipped_stack_and_lock_fit_the_schemas(path: Path) -> None:
+    for file, name in ((path, "stack"), (path.with_name(f"{path.stem}.lock.toml"), "lock")):
+        if file.is_file():
+            document = json.loads(json.dumps(tomllib.loads(file.read_text()), default=str))
+            jsonschema.validate(document, json.loads((REFERENCE / f"{name}.schema.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("driver/branch", "580.95"), ("python/index/0/url", 1), ("verify/gpus", 0), ("drivers", {}), ("schema", 2)],
+)
+def test_schema_refuses_what_the_models_refuse(path: str, value: object) -> None:
+    schema = json.loads((REFERENCE / "stack.schema.json").read_text())
+    document = stack_document()
+    jsonschema.validate(document, schema)
+    put(document, path, value)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, schema)
