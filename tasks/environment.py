@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import version
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import uv
+from packaging.requirements import Requirement
 from pyinfra.api.deploy import deploy
 from pyinfra.api.host import Host
 
-from bringup import facts, paths, wanted
+from bringup import abi, facts, paths, wanted
 from bringup.errors import HostError, InputError
 from bringup.finding import Finding
 from bringup.findings import guard
@@ -224,9 +225,7 @@ def _deep(context: Context) -> list[str]:
     return ["--deep"] if context.settings.deep else []
 
 
-def _install(
-    context: Context, run: _Builder, step: Step, locked: LockedStep, secrets: dict[str, Any]
-) -> Commands:
+def _install(context: Context, run: _Builder, step: Step, locked: LockedStep, secrets: dict[str, Any]) -> Commands:
     """Install one step and guard it: what it changed, families, symbols, imports."""
     if secrets:
         push(context.host, CREDENTIALS, json.dumps(secrets).encode(), mode="0600")
@@ -238,7 +237,30 @@ def _install(
     versions = run.versions()
     label = context.stack.python.cuda_label
     yield from run.judge([*guard.families(step, versions, label), *guard.labels(entry["added"], label)])
+    if not run.is_refused:
+        yield from run.judge(loads(context, run.built["env"], step))
     yield from _import(run, step)
+
+
+def loads(context: Context, path: str, step: Step) -> Iterator[Finding]:
+    """Judge by the ELF tables whether everything built on torch would load; nothing before torch is there.
+
+    Raises HostError when the environment's shared objects could not be read.
+    """
+    answer = ask(context.host, "abi_probe", path)
+    if isinstance(answer, dict) and answer.get("torch") is None and "error" not in answer:
+        return
+    gpus = context.state.gpus
+    listed = () if isinstance(gpus, Unknown) else gpus.listed or ()
+    optional = [
+        Requirement(text).name for one in context.stack.python.steps if one.optional for text in one.requirements
+    ]
+    verdicts = abi.judge_environment(
+        abi.parse_environment(answer),
+        capability=next((gpu.compute_capability for gpu in listed if gpu.compute_capability), None),
+        optional=optional,
+    )
+    yield from guard.loadable([verdict.as_json() for verdict in verdicts], step.name)
 
 
 def _import(run: _Builder, step: Step) -> Commands:

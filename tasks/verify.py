@@ -6,11 +6,13 @@ host: it says for which environment, driver, GPUs and limits it holds, and in wh
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -18,10 +20,10 @@ from packaging.utils import canonicalize_name
 from pyinfra.api.deploy import deploy
 from pyinfra.api.host import Host
 
-from bringup import drift, facts, paths, wanted
+from bringup import bench, drift, facts, paths, wanted
 from bringup.errors import HostError
 from bringup.finding import Finding
-from bringup.findings import change, proof
+from bringup.findings import change, health, proof
 from bringup.host_state import HostState, Unknown
 from bringup.stack import Stack
 from tasks import candidate
@@ -238,29 +240,95 @@ def _measure(context: Context, proved: Target) -> Commands:
     _, names = guarded(stack)
     locked = stack.locked_distributions(wanted.platform(stack, context.state) or "")
     expected = {name: locked[name] for name in names if name in locked}
-    refusal = tell(host, proof.stack_check(stack, expected, document))
+    witnesses = health_of(document)
+    refusal = tell(host, (*proof.stack_check(stack, expected, document), *witnesses))
     if refusal is not None:
         yield refuse(host, refusal)
         return
     if is_lookalike(context):
         results = not_run(context, "the torch of this host is a look-alike; it never runs a collective")
+        findings: list[Finding] = []
     else:
-        yield scripted(context, proved, "allreduce_bench", bench_arguments(context), stack.verify.timeout_s + SLACK_S)
-        document = answered(host, "allreduce_bench")
-        results = measured(context, document)
-        refusal = tell(host, proof.benched(document, stack.verify.require))
+        verdict = yield from _all_reduce(context, proved, witnesses)
+        results = measured(context, verdict)
+        findings = list(verdict.findings)
     for result in results:
         facts.tell(host, "measurement", result)
-    missing = next((r for r in results if r["required"] and r["state"] != "measured"), None)
-    if refusal is None and missing is not None and is_lookalike(context):
-        refusal = next(proof.benched({"exit_status": 4, "backends": {}}, [missing["backend"]]))
+    refusal = tell(host, [*findings, *proof.required(results)])
     if refusal is not None:
         yield refuse(host, refusal)
         return
     yield write(RECORD, json.dumps(record(context, proved, results), sort_keys=True) + "\n")
 
 
-def scripted(context: Context, proved: Target, name: str, arguments: list[str], limit_s: float) -> Command:
+def health_of(document: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """Return what speaks against measuring; nothing where health was not looked at."""
+    if "health" not in document:
+        return ()
+    settings = document.get("settings")
+    is_known = isinstance(settings, dict) and "error" not in settings
+    return health.findings(
+        health.parse(document["health"]), settings=health.Settings.model_validate(settings) if is_known else None
+    )
+
+
+def _all_reduce(
+    context: Context, proved: Target, witnesses: tuple[Finding, ...]
+) -> Generator[Command, None, bench.Verdict]:
+    """Measure until the verdict stands: once more after a slow run, with P2P off after one that hung."""
+    runs: bench.Runs | None = None
+    request: str | None = "first"
+    while True:
+        extra = {"NCCL_P2P_DISABLE": "1"} if request == "p2p_off" else {}
+        limit_s = context.stack.verify.timeout_s + SLACK_S
+        yield scripted(context, proved, "allreduce_bench", bench_arguments(context), limit_s, extra)
+        document = bench.parse(answered(context.host, "allreduce_bench"))
+        if runs is None:
+            runs = bench.Runs(document)
+        elif request == "repeat":
+            runs = dataclasses.replace(runs, repeat=document)
+        else:
+            runs = dataclasses.replace(runs, without_p2p=document)
+        verdict = bench.judge(
+            runs,
+            limits(),
+            required=context.stack.verify.require,
+            findings=witnesses,
+            record=earlier(context.state),
+        )
+        if not document.rows and not verdict.findings:
+            verdict = dataclasses.replace(verdict, findings=tuple(proof.not_measured(runs.last)))
+        request = verdict.request
+        if request is None:
+            return verdict
+
+
+@cache
+def limits() -> bench.Table:
+    """Return the limits that bringup ships."""
+    return bench.Table.from_toml((paths.data() / "allreduce.toml").read_text(encoding="utf-8"))
+
+
+def earlier(state: HostState) -> tuple[bench.Figure, ...]:
+    """Return the figures of the host's own record."""
+    record = state.verification
+    if record is None or isinstance(record, Unknown):
+        return ()
+    return tuple(
+        bench.Figure(bench.Key(**dict(entry.key)), entry.backend, entry.payload_bytes, entry.busbw_gb_per_s)
+        for entry in record.backends
+        if entry.key is not None and entry.payload_bytes is not None and entry.busbw_gb_per_s is not None
+    )
+
+
+def scripted(
+    context: Context,
+    proved: Target,
+    name: str,
+    arguments: list[str],
+    limit_s: float,
+    extra: Mapping[str, str] | None = None,
+) -> Command:
     """Send one of ``files/*.py`` and return the command that runs it; its document tells how it ended.
 
     The status of the command is 0 whatever the script's was: a document that says why is worth more.
@@ -271,7 +339,8 @@ def scripted(context: Context, proved: Target, name: str, arguments: list[str], 
     # What an earlier run left must not be taken for this one's answer.
     push(context.host, output_path(name), b"", mode="0600")
     python = proved.python if name == "allreduce_bench" else "python3"
-    variables = [f"{key}={value}" for key, value in sorted(environment_variables(context, proved).items())]
+    environment = {**environment_variables(context, proved), **(extra or {})}
+    variables = [f"{key}={value}" for key, value in sorted(environment.items())]
     command = [python, script, *arguments, "--output", output_path(name)]
     argv = ["env", "-i", *variables, "sh", "-c", '"$@"; true', "sh", *command]
     return do(f"verify-{name}", argv, limit_s=limit_s, detach=True)
@@ -355,36 +424,13 @@ def not_run(context: Context, reason: str) -> list[dict[str, Any]]:
     ]
 
 
-def measured(context: Context, document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one result for each backend: its largest payload, or why there is none."""
-    required = context.stack.verify.require
-    rows: dict[str, Mapping[str, Any]] = {}
-    for row in document.get("rows") or ():
-        if row["payload_bytes"] >= rows.get(row["backend"], row)["payload_bytes"]:
-            rows[row["backend"]] = row
-    results: list[dict[str, Any]] = []
-    for name, entry in (document.get("backends") or {}).items():
-        row = rows.get(name)
-        if entry["state"] == "measured" and row is not None:
-            results.append(
-                {
-                    "backend": name,
-                    "state": "measured",
-                    "payload_bytes": row["payload_bytes"],
-                    "ranks": len(row["rank_median_us"]),
-                    "busbw_gb_per_s": row["busbw_gb_per_s"],
-                    "algbw_gb_per_s": row["algbw_gb_per_s"],
-                    "latency_us": row["median_us"],
-                    "required": name in required,
-                    "reason": "on CPU: no GPU took part" if is_on_cpu(context) else None,
-                }
-            )
-        else:
-            state = "missing" if entry["state"] == "missing" else "not_run"
-            results.append(
-                {"backend": name, "state": state, "required": name in required, "reason": entry.get("reason")}
-            )
-    if is_on_cpu(context) and "gpu" in context.state.simulated:
+def measured(context: Context, verdict: bench.Verdict) -> list[dict[str, Any]]:
+    """Return one result for each backend, those that a simulated GPU keeps from running among them."""
+    results = [dict(judgement.as_result()) for judgement in verdict.backends]
+    if is_on_cpu(context):
+        for result in results:
+            result["reason"] = result["reason"] or "on CPU: no GPU took part"
+    if "gpu" in context.state.simulated:
         known = {result["backend"] for result in results}
         results += [r for r in not_run(context, "the GPUs are simulated") if r["backend"] not in known]
     return results

@@ -7,7 +7,7 @@ before anything serves from it. Every finding of a step says which wheel, which 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from packaging.utils import canonicalize_name
@@ -267,6 +267,48 @@ def labels(versions: Mapping[str, str], cuda_label: str) -> Iterator[Finding]:
                 wanted=cuda_label,
                 found=found[0],
             )
+
+
+def loadable(verdicts: Iterable[Report], step: str) -> Iterator[Finding]:
+    """Judge what the ELF check says of each distribution, as ``bringup.abi.Verdict.as_json`` writes it."""
+    for verdict in verdicts:
+        level, wheel = verdict["verdict"], f"{verdict['name']} {verdict['version']}"
+        if level in ("ok", "ok-stable"):
+            continue
+        # The first finding that is about this level names the cause; files that are not used come last.
+        about = [found for found in verdict["findings"] if found["kind"] != "assumed"]
+        first = next((found for found in about if found["kind"] == level), about[0] if about else None)
+        what = _abi_cause(first) if first else level
+        fits = ", ".join(verdict["fits_torch"]) or None
+        evidence = {
+            "step": step,
+            "wheel": wheel,
+            "rule": level,
+            "wanted": f"a build for torch {verdict['torch']}",
+            "found": first["symbol"] or first["library"] or first["reason"] if first else level,
+            "fits_torch": fits,
+            "findings": about[:_SHOWN],
+        }
+        if level == "optional":
+            yield Finding(
+                code="BU-ENV-125",
+                severity="warning",
+                cause=f"step {step}: a part of {wheel} does not load beside torch {verdict['torch']}: {what}",
+                remedy="none is needed for what works without it; the stack or the package says that it survives",
+                evidence=evidence,
+            )
+            continue
+        yield _refusal(
+            "BU-ENV-124" if level == "layout-risk" else "BU-ENV-123",
+            f"step {step}: {wheel} does not go with torch {verdict['torch']}: {what}",
+            (first["remedy"] if first else "") or "lock the build for this torch",
+            **evidence,
+        )
+
+
+def _abi_cause(found: Report) -> str:
+    name = found["demangled"] or found["symbol"] or found["library"]
+    return f"{found['file']}: {found['reason']}" + (f" ({name})" if name and name not in found["reason"] else "")
 
 
 def imported(entry: Report) -> Iterator[Finding]:

@@ -176,22 +176,25 @@ def gpus(stack: Stack, state: HostState) -> Iterator[Finding]:
         )
 
 
-def benched(document: Document, required: Iterable[str]) -> Iterator[Finding]:
-    """Judge how the all-reduce ended: measured, right, and every required backend among it."""
-    status, message = document.get("exit_status"), document.get("message")
-    backends = document.get("backends") or {}
-    for name in required:
-        entry = backends.get(name) or {"state": "not_run", "reason": "it was not asked for"}
-        if entry["state"] != "measured":
+def required(results: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Judge backends that the stack requires: ``not_run`` fails only such a one."""
+    for result in results:
+        if result["required"] and result["state"] != "measured":
             yield _refusal(
                 "BU-VFY-153",
-                f"the required backend {name} was not measured: {entry.get('reason')}",
+                f"the required backend {result['backend']} was not measured: {result.get('reason')}",
                 "make it work on this host, or require less in verify.require",
                 wanted="measured",
-                found=entry["state"],
+                found=result["state"],
             )
-    if status in (0, 4):
-        return
-    causes = {5: ("BU-VFY-152", "all-reduce gives a wrong result"), 1: ("BU-VFY-151", "all-reduce did not end well")}
-    code, what = causes.get(status if isinstance(status, int) else -1, ("BU-VFY-151", "all-reduce could not start"))
-    yield _refusal(code, f"{what}: {message}", "nothing was switched; look at the bench's document", found=message)
+
+
+def not_measured(document: Any) -> Iterator[Finding]:
+    """Judge a bench that measured nothing and whose document names no failure."""
+    yield _refusal(
+        "BU-VFY-151",
+        f"all-reduce measured nothing: {document.message or document.outcome}",
+        "nothing was switched; look at the bench's document on the host",
+        wanted="a measurement",
+        found=f"status {document.exit_status}",
+    )
