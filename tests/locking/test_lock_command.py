@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 from small_index import STACK, Site
 from typer.testing import CliRunner
 
-from bringup.cli import app
+from bringup.commands.lock import lock
 from bringup.errors import BringupError, InputError
 from bringup.stack import parse_lock
+
+app = typer.Typer()
+app.command()(lock)
 
 
 @pytest.fixture
@@ -29,7 +33,7 @@ def here(indexes: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def run(*arguments: str) -> tuple[int, str, str]:
     """Return (exit status, stdout, stderr); an error of ours stays the exception that the command line prints."""
-    result = CliRunner().invoke(app, ["lock", *arguments])
+    result = CliRunner().invoke(app, list(arguments))
     if isinstance(result.exception, BringupError):
         raise result.exception
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
