@@ -6,7 +6,8 @@ Usage:
   python3 benchmarks/verify_h200.py judge RESULT.json [--tables DIR]
 
 ``measure`` needs the standard library here and torch in ``--python``. Parts: stack (stack_check), full (three
-times --profile full), healthy (N quick runs), faults (each induced fault), smi (nvidia-smi as text). Environment
+times --profile full), healthy (N quick runs), faults (each induced fault), smi (nvidia-smi as text), warmup
+(FlashInfer's modules compiled beside the faults), flashinfer (its all-reduce). Environment
 variables that keep NVLink multicast off stay as they are. ``judge`` needs bringup and no GPU: it reads the
 documents with the judge of ``bringup verify``, which is not told which fault was set, and prints the tables.
 """
@@ -27,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "files" / "allreduce_bench.py"
 STACK_CHECK = ROOT / "files" / "stack_check.py"
+WARMUP = ROOT / "files" / "jit_warmup.py"
 PROBE = ROOT / "files" / "host_probe.py"
 
 COPYING_NEIGHBOUR = """
@@ -110,6 +112,22 @@ class Recorder:
         print(f"{label}: status {record.get('exit_status')}, {record['seconds']} s", file=sys.stderr, flush=True)
         self.save()
 
+    def collect(self, label: str, process: subprocess.Popen[str], limit_s: float) -> None:
+        """Wait for a program that was started earlier, and record its document."""
+        record: dict[str, object] = {"label": label, "environment": {}, "document": None}
+        try:
+            printed = process.communicate(timeout=limit_s)[0].strip().splitlines()
+            record["document"] = json.loads(printed[-1]) if printed else None
+            record["exit_status"] = process.returncode
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            record["exit_status"] = "no end within the limit"
+        runs = self.result["runs"]
+        assert isinstance(runs, list)
+        runs.append(record)
+        print(f"{label}: status {record['exit_status']}", file=sys.stderr, flush=True)
+        self.save()
+
     def bench(self, label: str, *arguments: str, environment: dict[str, str] | None = None) -> None:
         """Run the bench."""
         self.run(label, [self.python, str(BENCH), *arguments], environment or {})
@@ -141,6 +159,24 @@ def neighbour(python: str, program: str | None):
         process.wait()
 
 
+def induce_faults(recorder: Recorder, options: argparse.Namespace, common: list[str]) -> None:
+    """Run the bench once under each fault."""
+    for name, (environment, arguments, program) in FAULTS.items():
+        if options.faults and name not in options.faults.split(","):
+            continue
+        with neighbour(options.python, program):
+            recorder.bench(f"fault {name}", *arguments, *common, environment=environment)
+
+
+def start_warmup(options: argparse.Namespace) -> subprocess.Popen[str]:
+    """Start to compile FlashInfer's modules for this machine, and copies for a user that is not root."""
+    command = [sys.executable, str(WARMUP), "--python", options.python, "--cache", options.cache]
+    command += ["--capability", options.capability, "--cuda-home", "/usr/local/cuda", "--user", "nobody"]
+    for module in options.modules.split(","):
+        command += ["--module", module]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
 def measure(options: argparse.Namespace) -> int:
     """Run the parts asked for."""
     recorder = Recorder(options.python, Path(options.output), Path(options.logs) if options.logs else None)
@@ -166,21 +202,24 @@ def measure(options: argparse.Namespace) -> int:
         for soname in ("libnvrtc.so.13", "libcudart.so.13", "libnccl.so.2", "libcuda.so.1", "libcublas.so.13"):
             command += ["--soname", soname]
         command += ["--nvrtc", "13.0=libnvrtc.so.13", "--nvrtc", "12.8=libnvrtc.so.12"]
-        recorder.run("stack_check", command, {})
+        recorder.run("stack_check first", command, {})
+        recorder.run("stack_check again", command, {})
     if "first" in parts:
         recorder.bench("first", *common)
-    if "full" in parts:
-        for number in range(1, 4):
-            recorder.bench(f"full {number}", "--profile", "full", *common)
+    warming = start_warmup(options) if "warmup" in parts else None
+    if "faults" in parts:
+        induce_faults(recorder, options, common)
     if "healthy" in parts:
         for number in range(1, options.healthy + 1):
             recorder.bench(f"healthy {number}", *common)
-    if "faults" in parts:
-        for name, (environment, arguments, program) in FAULTS.items():
-            if options.faults and name not in options.faults.split(","):
-                continue
-            with neighbour(options.python, program):
-                recorder.bench(f"fault {name}", *arguments, *common, environment=environment)
+    if "full" in parts:
+        for number in range(1, 4):
+            recorder.bench(f"full {number}", "--profile", "full", *common)
+    if warming is not None:
+        recorder.collect("jit_warmup", warming, 180)
+        os.environ["FLASHINFER_WORKSPACE_BASE"] = f"{options.cache}/root/flashinfer"
+    if "flashinfer" in parts:
+        recorder.bench("flashinfer", "--backends", "nccl,flashinfer_custom,flashinfer_fused", *common)
     recorder.save()
     return 0
 
@@ -198,6 +237,9 @@ def main() -> int:
     measuring.add_argument("--imports", default="torch,triton")
     measuring.add_argument("--ranks", type=int, default=0)
     measuring.add_argument("--logs", default="")
+    measuring.add_argument("--cache", default="/var/cache/bringup/benchmark")
+    measuring.add_argument("--capability", default="9.0")
+    measuring.add_argument("--modules", default="trtllm_comm,vllm_comm,norm")
     options = line.parse_args()
     return measure(options)
 

@@ -556,9 +556,7 @@ def login_environment(user):
     return {name: value for name, _, value in pairs}
 
 
-_ASSIGNMENT = re.compile(
-    r"^\s*(?:export\s+|declare\s+-x\s+|set\s+)?([A-Za-z_]\w*)\s*(?:=|DEFAULT=|\s+DEFAULT=)(.*)$"
-)
+_ASSIGNMENT = re.compile(r"^\s*(?:export\s+|declare\s+-x\s+|set\s+)?([A-Za-z_]\w*)\s*(?:=|DEFAULT=|\s+DEFAULT=)(.*)$")
 _SYSTEMD_ENVIRONMENT = re.compile(r"^\s*(?:DefaultEnvironment|Environment)=(.*)$")
 
 
@@ -622,9 +620,7 @@ def explain_failure(options, module, environment, error):
     with tempfile.TemporaryDirectory(prefix="stack-check-") as directory:
         traced = dict(environment, LD_DEBUG="libs", LD_DEBUG_OUTPUT=os.path.join(directory, "trace"))
         ask(options, options.python, "import", {"module": module, "sonames": []}, traced)
-        text = "".join(
-            read_text(path, 32 << 20) or "" for path in sorted(glob.glob(os.path.join(directory, "trace*")))
-        )
+        text = "".join(read_text(path, 32 << 20) or "" for path in sorted(glob.glob(os.path.join(directory, "trace*"))))
     chosen = loader_choices(text)
     named = re.findall(r"[\w+.-]+\.so[\w.]*", error)
     return {name: chosen[name] for name in named if name in chosen}
@@ -639,9 +635,7 @@ def look_jit(caches, login):
     places = {
         "flashinfer": os.path.join((login or {}).get("FLASHINFER_WORKSPACE_BASE", home), ".cache", "flashinfer"),
         "triton": (login or {}).get("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache")),
-        "torch_extensions": (login or {}).get(
-            "TORCH_EXTENSIONS_DIR", os.path.join(home, ".cache", "torch_extensions")
-        ),
+        "torch_extensions": (login or {}).get("TORCH_EXTENSIONS_DIR", os.path.join(home, ".cache", "torch_extensions")),
         "cuda": (login or {}).get("CUDA_CACHE_PATH", os.path.join(home, ".nv", "ComputeCache")),
     }
     places.update(caches)
@@ -691,9 +685,7 @@ def parse_smi_xml(text):
     def value(node, path):
         found = node.findtext(path)
         found = found.strip() if found else None
-        return (
-            None if found in (None, "", "N/A", "[N/A]", "Requested functionality has been deprecated") else found
-        )
+        return None if found in (None, "", "N/A", "[N/A]", "Requested functionality has been deprecated") else found
 
     gpus = []
     for index, node in enumerate(root.iter("gpu")):
@@ -706,9 +698,7 @@ def parse_smi_xml(text):
                     counters["{}_{}".format(period, child.tag)] = number(child.text)
         reasons = node.find("clocks_event_reasons")
         active = (
-            [child.tag for child in reasons if (child.text or "").strip() == "Active"]
-            if reasons is not None
-            else []
+            [child.tag for child in reasons if (child.text or "").strip() == "Active"] if reasons is not None else []
         )
         processes = [
             {"pid": number(item.findtext("pid")), "name": printable(item.findtext("process_name") or "", 200)}
@@ -795,7 +785,7 @@ def parse_matrix(text):
     affinities follow the GPUs in the same row.
     """
     lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
-    header = next((line.split() for line in lines if re.match(r"\s*GPU0\b", line)), [])
+    header = next((line.split() for line in lines if re.match(r"\s*GPU0\s+GPU1\b", line)), [])
     names = [name for name in header if re.fullmatch(r"GPU\d+", name)]
     rows = []
     for line in lines:
@@ -806,15 +796,32 @@ def parse_matrix(text):
 
 
 def parse_xids(text):
-    """Return the Xid events of a kernel log: number, PCI bus id and the line as it is."""
-    found = []
+    """Return the Xid events of a kernel log, and GPUs that fell off the bus without one (``xid`` None).
+
+    One message may be broken over lines; what follows a line without a time of its own belongs to it.
+    """
+    messages = []
     for line in text.splitlines():
+        if messages and re.match(r"\s+NVRM: ", line):
+            messages[-1] += " " + line.strip()[len("NVRM: ") :]
+        else:
+            messages.append(line)
+    found, fallen = [], set()
+    for line in messages:
         match = re.search(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", line)
         if match:
-            found.append(
-                {"xid": int(match.group(2)), "pci_bus_id": match.group(1).lower(), "line": printable(line)}
-            )
-    return found
+            found.append({"xid": int(match.group(2)), "pci_bus_id": match.group(1).lower(), "line": printable(line)})
+            continue
+        match = re.search(r"NVRM: .*GPU ([0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\S?\d?)\b.*fallen off", line)
+        if match and match.group(1).lower() not in fallen:
+            fallen.add(match.group(1).lower())
+            found.append({"xid": None, "pci_bus_id": match.group(1).lower(), "line": printable(line)})
+    numbered = {event["pci_bus_id"] for event in found if event["xid"] == 79}
+    return [
+        event
+        for event in found
+        if event["xid"] is not None or not any(event["pci_bus_id"].startswith(bus) for bus in numbered)
+    ]
 
 
 def look_xids():
@@ -977,9 +984,7 @@ def gather_health(wait_fabric_s=0.0):
         futures["xids"] = pool.submit(guarded, look_xids)
         futures["units"] = pool.submit(guarded, look_units, FABRIC_UNITS)
         found = {name: future.result() for name, future in futures.items()}
-    bus_ids = (
-        [short_bus_id(gpu["pci_bus_id"]) for gpu in gpus if gpu["pci_bus_id"]] if isinstance(gpus, list) else []
-    )
+    bus_ids = [short_bus_id(gpu["pci_bus_id"]) for gpu in gpus if gpu["pci_bus_id"]] if isinstance(gpus, list) else []
     found.update(
         gpus=gpus,
         fabric_waited_s=waited,
@@ -1264,6 +1269,16 @@ def parser():
     return line
 
 
+def output_option(arguments):
+    """Return the value of --output on a command line that may be wrong otherwise, or None."""
+    for position, argument in enumerate(arguments):
+        if argument == "--output" and position + 1 < len(arguments):
+            return arguments[position + 1]
+        if argument.startswith("--output="):
+            return argument.partition("=")[2]
+    return None
+
+
 def main():
     """Look, print, and return the exit status."""
     if sys.argv[1:2] == ["--child"]:
@@ -1275,7 +1290,8 @@ def main():
             raise Refusal("--jobs and --timeout must be above 0")
     except Refusal as error:
         print("stack_check.py: {}".format(error), file=sys.stderr)
-        return finish({"schema": SCHEMA, "program": "stack_check", "argv": sys.argv[1:]}, USAGE, str(error), None)
+        document = {"schema": SCHEMA, "program": "stack_check", "argv": sys.argv[1:]}
+        return finish(document, USAGE, str(error), output_option(sys.argv[1:]))
     check = Check(options)
     try:
         check.run()
