@@ -135,7 +135,9 @@ class Lab:
             new = [name for name in wanted if name not in existing]
             if has_network and self.is_up() and not down and not new:
                 # The mirror's recipe may be newer than the lab; what is built already is only checked.
-                service.build_mirror(self.layout, self.addresses, source.codename(), self._tell)
+                self._write_record(
+                    service.build_mirror(self.layout, self.addresses, source.codename(), self._tell)
+                )
                 return Came((), (), time.monotonic() - started)
             undo = Undo(
                 state_dir=self.layout.state_dir, stop=(*down, *new), discard=tuple(new), network=not has_network
