@@ -9,7 +9,6 @@ from bringup.host_state import HostState, Unknown, Variable
 
 _BYPASS = "FLASHINFER_DISABLE_VERSION_CHECK"
 _MISLEADING = ("CUDA_HOME", "CUDA_PATH", "PYTHONPATH", "PYTHONHOME", "CUDA_VISIBLE_DEVICES")
-_NCCL_FILES = ("nccl.conf", ".nccl.conf")
 
 
 def version_check_bypass(state: HostState) -> Iterator[Finding]:
@@ -32,9 +31,7 @@ def collective_settings(state: HostState) -> Iterator[Finding]:
                 code="BU-ENV-002",
                 severity="warning",
                 cause=f"{variable.file}:{variable.line} sets {variable.name}={variable.value}",
-                remedy="keep it only where it is meant; verify measures with it and without it"
-                if variable.file.endswith(_NCCL_FILES)
-                else "keep it only where it is meant",
+                remedy="keep it only where it is meant",
                 evidence={"name": variable.name, "value": variable.value},
             )
 

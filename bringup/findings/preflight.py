@@ -16,7 +16,7 @@ def unknown(reasons: Iterable[str]) -> Finding:
     """Return the refusal for a host of which something needed could not be looked at."""
     shown = list(reasons)
     return Finding(
-        code="BU-PRE-002",
+        code="BU-PRE-017",
         severity="error",
         cause=f"what the host is like could not be seen: {'; '.join(shown[:3])}",
         remedy="mend what is named and run again; nothing is changed on the strength of an unknown",
@@ -30,7 +30,7 @@ def unsupported_system(state: HostState, site: Site) -> Iterator[Finding]:
         return
     known = sorted({row.release for row in catalog.repositories()})
     yield Finding(
-        code="BU-PRE-003",
+        code="BU-PRE-018",
         severity="error",
         cause=f"{state.os.pretty_name or state.os.id} on {state.os.machine} is not supported",
         remedy=f"use one of {', '.join(known)}",
