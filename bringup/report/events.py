@@ -206,10 +206,7 @@ class Collector:
             stack = stack or self.started.stack
         return Results.of(
             command or "",
-            {
-                host: _host_result(events, self._changes_lost.get(host, 0))
-                for host, events in self._hosts.items()
-            },
+            {host: _host_result(events, self._changes_lost.get(host, 0)) for host, events in self._hosts.items()},
             stack=stack,
             run=self.started.run if self.started else None,
         )

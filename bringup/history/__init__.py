@@ -1,0 +1,38 @@
+"""Remember runs, hosts and rollouts in a database: SQLite for one person, PostgreSQL for a team."""
+
+from bringup.history.database import Database, default_url
+from bringup.history.rollouts import (
+    LEASE_S,
+    Lease,
+    RolloutLog,
+    RolloutRecord,
+    WaveRecord,
+    list_rollouts,
+    list_waves,
+    open_rollout,
+    rollout_subject,
+    start_rollout,
+    take_lease,
+)
+from bringup.history.store import History, HostRecord, Recorder, RunRecord, recorder
+
+__all__ = [
+    "LEASE_S",
+    "Database",
+    "History",
+    "HostRecord",
+    "Lease",
+    "Recorder",
+    "RolloutLog",
+    "RolloutRecord",
+    "RunRecord",
+    "WaveRecord",
+    "default_url",
+    "list_rollouts",
+    "list_waves",
+    "open_rollout",
+    "recorder",
+    "rollout_subject",
+    "start_rollout",
+    "take_lease",
+]

@@ -1,0 +1,86 @@
+"""Keep secrets out of everything that is written down.
+
+Two nets: values that the controller knows to be secret, in every form they are likely to appear in, and text
+that looks like a credential whoever it belongs to. The second catches what the first was never told.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable
+from urllib.parse import quote, quote_plus
+
+from pydantic import JsonValue
+
+MASK = "***"
+
+_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)", re.S)
+_USERINFO = re.compile(r"(?<=://)[^/\s@\"'<>?#]+@")
+_AUTHORIZATION = re.compile(
+    r"((?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?(?:basic|bearer|token|digest)\s+)[^\s\"',]+", re.I
+)
+_ASSIGNMENT = re.compile(
+    r"((?:\b|_|-)(?:password|passwd|secret|token|api[_-]?key|access[_-]?key|credentials?)[\"']?\s*[=:]\s*)"
+    r"(\"[^\"]*\"|'[^']*'|[^\s\"',;&|]+)",
+    re.I,
+)
+
+
+class Masker:
+    """Replace secrets in text and in JSON values by ``***``.
+
+    ``secrets`` are values known to be secret; each is also found URL-quoted, in base64, and in the base64 of
+    a ``user:secret`` pair. Empty ones are ignored.
+    """
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        forms = {form for secret in secrets if secret for form in _forms(secret)}
+        # The longest first, or a secret that is a part of another would leave the rest of it readable.
+        ordered = sorted(forms, key=lambda form: (-len(form), form))
+        self._known = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+    def text(self, text: str) -> str:
+        """Return the text without secrets."""
+        if self._known is not None:
+            text = self._known.sub(MASK, text)
+        text = _PRIVATE_KEY.sub(MASK, text)
+        text = _USERINFO.sub(f"{MASK}@", text)
+        text = _AUTHORIZATION.sub(rf"\1{MASK}", text)
+        return _ASSIGNMENT.sub(rf"\1{MASK}", text)
+
+    def value(self, value: JsonValue) -> JsonValue:
+        """Return the JSON value with every string in it, keys included, without secrets.
+
+        The value of a key that names a secret, such as ``password``, is masked whatever it is.
+        """
+        match value:
+            case str():
+                return self.text(value)
+            case list():
+                return [self.value(item) for item in value]
+            case dict():
+                return {
+                    self.text(key): MASK if item is not None and _names_secret(key) else self.value(item)
+                    for key, item in value.items()
+                }
+            case _:
+                return value
+
+
+def _names_secret(key: str) -> bool:
+    return _ASSIGNMENT.fullmatch(f"{key}=x") is not None
+
+
+def _forms(secret: str) -> Iterable[str]:
+    yield secret
+    yield quote(secret, safe="")
+    yield quote_plus(secret)
+    user, colon, _ = secret.partition(":")
+    pairs = [secret, f"__token__:{secret}", f":{secret}"] + ([secret] if colon and user else [])
+    for pair in pairs:
+        encoded = base64.b64encode(pair.encode()).decode()
+        # A short base64 would match by accident what has nothing to do with the secret.
+        if len(encoded) >= 8:
+            yield encoded
+            yield encoded.rstrip("=")
