@@ -19,6 +19,7 @@ from bringup.finding import Finding
 from bringup.lab.layout import Layout
 from bringup.locking.compile import PLATFORMS
 from bringup.locking.packages import repository_defaults
+from bringup.locking.proposal import propose as propose_newest
 from bringup.locking.repository import fingerprint_of
 from bringup.stack import Lock, Stack, load_stack, parse_lock
 
@@ -45,6 +46,9 @@ def lock(
     ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show where each distribution comes from and who asked for it.")
+    ] = False,
+    propose: Annotated[
+        bool, typer.Option("--propose", help="Show the newest set that fits instead of writing a lock.")
     ] = False,
     export: Annotated[
         str | None, typer.Option("--export", help="Print the lock in another format: pylock.", metavar="FORMAT")
@@ -80,6 +84,9 @@ def lock(
     wanted = load_stack(path, lock_path=target)
     if export is not None:
         _export(wanted, export, platform or [])
+        return
+    if propose:
+        _propose(wanted, platform or [], console, json=json)
         return
     if only not in (None, "wheels", "packages"):
         raise InputError(f"--only {only}: wanted wheels or packages")
@@ -176,6 +183,33 @@ def _lab(path: Path, state_dir: Path, console: Console, *, json: bool) -> None:
         if not made.findings:
             console.print(f"{made.path}: {'written' if made.changed else 'unchanged'}", soft_wrap=True)
     if any(finding.is_refusal for finding in made.findings):
+        raise typer.Exit(1)
+
+
+def _propose(stack: Stack, platforms: Sequence[str], console: Console, *, json: bool) -> None:
+    name = platforms[0] if platforms else f"cp{stack.python.interpreter.replace('.', '')}-x86_64"
+    found = propose_newest(stack, name, locking.Sources.of(stack.python.indexes), say=console.print)
+    if json:
+        proposal = None
+        if found is not None:
+            proposal = {
+                "changes": {each: {"from": old, "to": new} for each, (old, new) in found.changes.items()},
+                "limits": dict(found.left_out),
+            }
+        print(
+            jsonlib.dumps(
+                {"schema": 1, "command": "lock", "platform": name, "proposal": proposal},
+                indent=2,
+            )
+        )
+    elif found is None:
+        console.print("no set was found that fits", soft_wrap=True)
+    elif not found.changes:
+        console.print("the stack is the newest set that fits", soft_wrap=True)
+    else:
+        for each, (old, new) in found.changes.items():
+            print(f"{each:<32}{old} -> {new}")
+    if found is None:
         raise typer.Exit(1)
 
 
