@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from bringup import paths
 from bringup.errors import LabError
@@ -19,6 +21,13 @@ NO_DEVICE = 100
 """What every exported function returns: ``cudaErrorNoDevice`` and ``CUDA_ERROR_NO_DEVICE`` alike."""
 
 LABEL = "bringup lab look-alike"
+
+# Where the C library and the compiler's own libraries lie; ld knows its own default, not every distribution's.
+_SYSTEM_DIRECTORIES = ("-L/lib/x86_64-linux-gnu", "-L/usr/lib/x86_64-linux-gnu", "-L/lib64")
+
+_SHT_RELA = 4
+_SHT_DYNSYM = 11
+_R_X86_64_JUMP_SLOT = 7
 
 _DATA_PREFIXES = ("_ZTV", "_ZTI", "_ZTS", "_ZGV")
 
@@ -30,7 +39,8 @@ class SharedObject:
     ``exports`` are defined here, ``undefined`` must come from elsewhere at load time (functions through the
     PLT, vtables and type information by address, as a compiler would). ``needed`` are file names below the
     link directories or of this machine's own libraries. ``version`` is the symbol version that every export
-    carries, None for none. ``source`` is C text compiled in.
+    carries, None for none. ``source`` is C text compiled in. ``bound_first`` is the undefined function that the
+    loader looks for before the others, and so the one it names when several are missing.
     """
 
     soname: str | None = None
@@ -41,6 +51,22 @@ class SharedObject:
     is_rpath: bool = False
     version: str | None = None
     source: str = ""
+    bound_first: str | None = None
+
+
+class _Section(NamedTuple):
+    """A section header, in the order of its fields."""
+
+    name: int
+    kind: int
+    flags: int
+    address: int
+    offset: int
+    size: int
+    link: int
+    info: int
+    alignment: int
+    entry_size: int
 
 
 @dataclass(frozen=True)
@@ -73,13 +99,8 @@ def exported_by(library: str, abi: str | None = None) -> tuple[str, ...]:
 
 
 def asked_by(user: str) -> tuple[str, ...]:
-    """Return the symbols that the extension ``user`` (such as ``kernel29.common``) leaves undefined.
-
-    Those of libc10_cuda come first: the loader names the first that it misses, and in the real builds that is
-    the check function of CUDA calls.
-    """
-    asked = [symbol for symbol in symbols() if user in symbol.users]
-    return tuple(each.name for each in sorted(asked, key=lambda each: each.library != "libc10_cuda.so"))
+    """Return the symbols that the extension ``user`` (such as ``kernel29.common``) leaves undefined."""
+    return tuple(symbol.name for symbol in symbols() if user in symbol.users)
 
 
 def compiler() -> str:
@@ -94,43 +115,92 @@ def compiler() -> str:
 def compile_all(objects: Mapping[Path, SharedObject], link: Iterable[Path] = ()) -> None:
     """Compile every object to its path; ``link`` are directories that ``needed`` names are found in.
 
-    Two at a time: more only queues on the machines this runs on. The result depends on the description and
-    the compiler alone. Raises LabError with the compiler's words.
+    The result depends on the descriptions and the tool chain alone. as and ld are called themselves: the
+    compiler driver in front of them costs more than both, and hundreds of objects are made. Raises LabError
+    with the tool's words.
     """
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        directories = tuple(link)
-        list(pool.map(lambda item: _compile(item[0], item[1], directories), objects.items()))
-
-
-def _compile(target: Path, wanted: SharedObject, link: tuple[Path, ...]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bringup-elf-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="bringup-elf-") as name,
+        ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool,
+    ):
         work = Path(name)
-        assembly = work / "names.s"
-        assembly.write_text(_assembly(wanted))
-        command = ["gcc", "-shared", "-nostdlib", "-s", "-o", str(target), str(assembly)]
-        if wanted.source:
-            source = work / "source.c"
-            source.write_text(wanted.source)
-            command += ["-fPIC", "-O1", "-fno-ident", "-fno-asynchronous-unwind-tables", str(source)]
-        command += ["-Wl,--build-id=none", "-Wl,--hash-style=gnu", "-Wl,-z,noexecstack", "-Wl,--no-as-needed"]
-        if wanted.soname:
-            command.append(f"-Wl,-soname,{wanted.soname}")
-        if wanted.rpath:
-            command += [
-                "-Wl,--disable-new-dtags" if wanted.is_rpath else "-Wl,--enable-new-dtags",
-                f"-Wl,-rpath,{wanted.rpath}",
-            ]
-        if wanted.version:
-            script = work / "versions.map"
-            script.write_text(f"{wanted.version} {{ global: *; }};\n")
-            command.append(f"-Wl,--version-script={script}")
-        command += [part for directory in link for part in ("-L", str(directory))]
-        command += [f"-l:{needed}" for needed in wanted.needed]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=work)
-    if done.returncode:
-        raise LabError(f"look-alike {target.name} does not compile", why=done.stderr.strip()[-2000:])
+        sources = sorted({each.source for each in objects.values() if each.source})
+        compiled = dict(zip(sources, pool.map(lambda item: _compile(work, *item), enumerate(sources)), strict=True))
+        directories = [part for directory in link for part in ("-L", str(directory))]
+
+        def make(item: tuple[int, tuple[Path, SharedObject]]) -> None:
+            number, (target, wanted) = item
+            parts = [compiled[wanted.source]] if wanted.source else []
+            _link(target, wanted, work / str(number), parts, directories)
+
+        list(pool.map(make, enumerate(objects.items())))
+
+
+def _compile(work: Path, number: int, source: str) -> Path:
+    text = work / f"source-{number}.c"
+    text.write_text(source)
+    target = text.with_suffix(".o")
+    options = ["-fPIC", "-O1", "-fno-ident", "-fno-asynchronous-unwind-tables"]
+    _run("gcc", *options, "-c", "-o", str(target), str(text))
+    return target
+
+
+def _link(target: Path, wanted: SharedObject, work: Path, parts: Iterable[Path], directories: Iterable[str]) -> None:
+    work.mkdir()
+    (work / "names.s").write_text(_assembly(wanted))
+    _run("as", "-o", str(work / "names.o"), str(work / "names.s"))
+    options = ["-shared", "-s", "--build-id=none", "--hash-style=gnu", "-z", "noexecstack", "--no-as-needed"]
+    if wanted.soname:
+        options += ["-soname", wanted.soname]
+    if wanted.rpath:
+        options += ["--disable-new-dtags" if wanted.is_rpath else "--enable-new-dtags", "-rpath", wanted.rpath]
+    if wanted.version:
+        script = work / "versions.map"
+        script.write_text(f"{wanted.version} {{ global: *; }};\n")
+        options.append(f"--version-script={script}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    files = [str(work / "names.o"), *(str(part) for part in parts)]
+    needed = [f"-l:{each}" for each in wanted.needed]
+    _run("ld", *options, "-o", str(target), *files, *directories, *_SYSTEM_DIRECTORIES, *needed)
+    if wanted.bound_first:
+        _bind_first(target, wanted.bound_first)
     target.chmod(0o755)
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise LabError(f"no {command[0]}", hint="apt-get install gcc binutils") from None
+    if done.returncode:
+        raise LabError("a look-alike library does not compile", why=done.stderr.strip()[-2000:])
+
+
+def _bind_first(path: Path, symbol: str) -> None:
+    """Move the relocation of ``symbol`` to the front of .rela.plt.
+
+    ld orders them by its hash table. The stubs of the swapped entries would call each other's function, were
+    they ever run: nothing in a look-alike runs.
+    """
+    data = bytearray(path.read_bytes())
+    table, size, count = struct.unpack_from("<Q", data, 40)[0], *struct.unpack_from("<HH", data, 58)
+    sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", data, table + size * each)) for each in range(count)]
+    symbols_at = next(each for each in sections if each.kind == _SHT_DYNSYM)
+    names = sections[symbols_at.link].offset
+    # Only .rela.plt holds jump slots.
+    for section in (each for each in sections if each.kind == _SHT_RELA):
+        for at in range(section.offset, section.offset + section.size, 24):
+            info = struct.unpack_from("<Q", data, at + 8)[0]
+            if info & 0xFFFFFFFF != _R_X86_64_JUMP_SLOT:
+                break
+            start = names + struct.unpack_from("<I", data, symbols_at.offset + (info >> 32) * 24)[0]
+            if data[start : data.index(0, start)] == symbol.encode():
+                first = slice(section.offset, section.offset + 24)
+                here = slice(at, at + 24)
+                data[first], data[here] = data[here], data[first]
+                path.write_bytes(data)
+                return
+    raise LabError(f"{path.name} does not ask for {symbol}")
 
 
 def _assembly(wanted: SharedObject) -> str:

@@ -44,6 +44,10 @@ _SYSTEM = frozenset(
 _ORDINARY = ("memcpy", "_Znwm", "_ZdlPv")
 
 
+# Checks CUDA calls, has another signature in every other torch, and is what the real extensions die of first.
+_CHECK = "c10_cuda_check_implementation"
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -74,19 +78,21 @@ class ElfFile(_Model):
         for each in self.exports:
             library, _, abi = each.partition("@")
             names |= set(exported_by(library, abi or None))
-        asked = [name for user in self.asks for name in asked_by(user)]
+        asked = {name for user in self.asks for name in asked_by(user)}
+        checks = sorted(name for name in asked if _CHECK in name)
         if self.asks:
-            asked += _ORDINARY
+            asked |= set(_ORDINARY)
         stem = Path(self.path).name.split(".so")[0].replace("-", "_").replace(".", "_")
         return SharedObject(
             soname=self.soname,
             exports=tuple(sorted({*names, f"{stem}_bringup_lab"})),
-            undefined=(*asked, *self.undefined),
+            undefined=tuple(sorted({*asked, *self.undefined})),
             needed=self.needed,
             rpath=self.rpath,
             is_rpath=self.is_rpath,
             version=self.soname if self.is_cuda and self.exports == ("libcudart.so",) else None,
             source=_template("module.c").render(module=self.module) if self.module else "",
+            bound_first=checks[0] if checks else None,
         )
 
 

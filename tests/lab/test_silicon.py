@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import json
 import os
 import struct
@@ -11,6 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -41,10 +45,27 @@ def lay_module(root: Path, license_text: str, *, version: str = "580.95.05", sig
     module.write_bytes(b"\x7fELF" + info + (b"~Module signature appended~\n" if signed else b""))
 
 
+def script(name: str, root: Path) -> ModuleType:
+    """Load a host script as it runs on a host whose root is ``root``."""
+    spec = importlib.util.spec_from_file_location(f"lab_{name}", SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = os.environ.get("BRINGUP_LAB_ROOT")
+    os.environ["BRINGUP_LAB_ROOT"] = str(root)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        if before is None:
+            del os.environ["BRINGUP_LAB_ROOT"]
+        else:
+            os.environ["BRINGUP_LAB_ROOT"] = before
+    return module
+
+
 def boot(root: Path, description: HostDescription) -> None:
     silicon.install(root, description)
-    environment = {**os.environ, "BRINGUP_LAB_ROOT": str(root)}
-    subprocess.run([sys.executable, str(SCRIPTS / "silicon.py")], env=environment, check=True)
+    script("silicon", root).main()
     # What the unit mounts over the host's own tree, the test lays where the scripts look for it.
     for name in ("sys", "proc"):
         laid = root / "run/bringup-lab" / name
@@ -65,11 +86,15 @@ def install_library(root: Path, version: str) -> None:
 
 
 def nvidia_smi(root: Path, *arguments: str) -> tuple[int, str]:
-    environment = {**os.environ, "BRINGUP_LAB_ROOT": str(root)}
-    command = [sys.executable, str(SCRIPTS / "nvidia_smi.py"), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stderr == ""
-    return done.returncode, done.stdout
+    """Return exit code and output of nvidia-smi on the host."""
+    out = io.StringIO()
+    code = 0
+    with contextlib.redirect_stdout(out):
+        try:
+            script("nvidia_smi", root).main(list(arguments))
+        except SystemExit as stopped:
+            code = int(str(stopped.code))
+    return code, out.getvalue()
 
 
 def running_host(root: Path, description: HostDescription) -> Path:
@@ -175,7 +200,7 @@ def test_loaded_driver(
 ) -> None:
     if license_text:
         lay_module(tmp_path, license_text, signed=is_signed)
-    boot(tmp_path, described(is_secure_boot=secure_boot))
+    boot(tmp_path, described("1x NVIDIA L40S", is_secure_boot=secure_boot))
     found = json.loads((tmp_path / "run/bringup-lab/loaded.json").read_text())
     assert {key: found[key] for key in ("version", "flavour")} == loaded
     version = tmp_path / "sys/module/nvidia/version"
@@ -199,14 +224,14 @@ def test_loaded_driver(
 )
 def test_proc_driver_version(tmp_path: Path, license_text: str, line: str) -> None:
     lay_module(tmp_path, license_text)
-    boot(tmp_path, described())
+    boot(tmp_path, described("1x NVIDIA L40S"))
     assert (tmp_path / "proc/driver/nvidia/version").read_text().splitlines()[0] == line
 
 
 def test_a_driver_built_later_counts_at_the_next_boot(tmp_path: Path) -> None:
-    boot(tmp_path, described())
+    boot(tmp_path, described("1x NVIDIA L40S"))
     lay_module(tmp_path, "Dual MIT/GPL")
-    boot(tmp_path, described())
+    boot(tmp_path, described("1x NVIDIA L40S"))
     assert json.loads((tmp_path / "run/bringup-lab/loaded.json").read_text())["version"] is None
 
 
@@ -233,7 +258,7 @@ def test_pci_devices(tmp_path: Path) -> None:
     [pytest.param(True, 0x1D, id="redirects peers"), pytest.param(False, 0x11, id="healthy")],
 )
 def test_bridges_show_access_control(tmp_path: Path, has_acs: bool, control: int) -> None:
-    boot(tmp_path, described(has_acs=has_acs))
+    boot(tmp_path, described("1x NVIDIA L40S", has_acs=has_acs))
     config = (tmp_path / "sys/bus/pci/devices/0000:00:01.1/config").read_bytes()
     capability, _, found = struct.unpack_from("<IHH", config, 0x100)
     assert (capability & 0xFFFF, found) == (0x000D, control)
@@ -253,7 +278,7 @@ def test_fabric_adapters_and_modules(tmp_path: Path) -> None:
     [pytest.param(True, 1, id="on"), pytest.param(False, 0, id="off")],
 )
 def test_secure_boot_variable(tmp_path: Path, secure_boot: bool, byte: int) -> None:
-    boot(tmp_path, described(is_secure_boot=secure_boot))
+    boot(tmp_path, described("1x NVIDIA L40S", is_secure_boot=secure_boot))
     (variable,) = (tmp_path / "sys/firmware/efi/efivars").iterdir()
     assert variable.read_bytes()[4] == byte
 
@@ -486,3 +511,12 @@ def test_query_xml(host: Callable[[str], Path], path: str, text: str) -> None:
 def test_table_rows_are_as_wide_as_their_frame(host: Callable[[str], Path]) -> None:
     lines = nvidia_smi(host(EIGHT))[1].splitlines()
     assert {len(line) for line in lines if line.startswith(("|", "+"))} == {91}
+
+
+def test_programs_run_as_hosts_run_them(host: Callable[[str], Path]) -> None:
+    environment = {**os.environ, "BRINGUP_LAB_ROOT": str(host("1x NVIDIA L40S"))}
+    command = [sys.executable, "-I", str(SCRIPTS / "nvidia_smi.py"), "-L"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("GPU 0: NVIDIA L40S (UUID: GPU-")
+    for name in ("nvidia_smi.py", "silicon.py"):
+        assert (SCRIPTS / name).read_text().startswith("#!/usr/bin/python3\n")
