@@ -139,6 +139,9 @@ class Compiler:
         source.write_text(self._project_text(project), encoding="utf-8")
         environ = {name: value for name in _PASSED if (value := os.environ.get(name)) is not None}
         environ["UV_NO_PROGRESS"] = "1"
+        if self.sources.direct:
+            known = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+            environ["NO_PROXY"] = environ["no_proxy"] = ",".join(filter(None, (known, self.sources.direct)))
         command = [
             *(uv.find_uv_bin(), "pip", "compile", str(source), "--quiet", "--color", "never"),
             *("--no-config", "--no-python-downloads", "--system-certs", "--only-binary", ":all:", "--no-header"),

@@ -84,7 +84,7 @@ def fetch_files(
     wanted = [file for file in missing if not _is_cached(cache, file)]
     if wanted:
         found = addresses or locate(wanted, platform, sources)
-        with http.client(sources.default.certificate) as client:
+        with http.client(sources.default.certificate, direct=sources.direct) as client:
             for file in wanted:
                 say(f"{file.file} ({file.size_bytes / 1e6:.1f} MB)")
                 target = cache / file.file

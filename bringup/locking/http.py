@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
-from bringup.errors import BringupError
+from bringup.errors import BringupError, InputError
 
 TRIES = 3
 """How often one request is made before its failure counts."""
@@ -25,11 +25,19 @@ Login = tuple[str, str] | None
 
 
 @contextmanager
-def client(certificate: str | None = None) -> Iterator[httpx.Client]:
-    """Open an HTTP client; ``certificate`` None means the system's certificates."""
-    context = ssl.create_default_context(cafile=certificate or os.environ.get("SSL_CERT_FILE") or None)
+def client(certificate: str | None = None, *, direct: str | None = None) -> Iterator[httpx.Client]:
+    """Open an HTTP client that goes through the proxy of the environment, except to the host ``direct``.
+
+    ``certificate`` None means the system's certificates. Raises InputError when the named file holds none.
+    """
+    named = certificate or os.environ.get("SSL_CERT_FILE") or None
+    try:
+        context = ssl.create_default_context(cafile=named)
+    except (OSError, ssl.SSLError) as error:
+        raise InputError(f"no certificates in {named}", why=str(error)) from None
     timeout = httpx.Timeout(30.0, connect=10.0)
-    with httpx.Client(verify=context, timeout=timeout, follow_redirects=True) as opened:
+    mounts = {f"all://{direct}": None} if direct else None
+    with httpx.Client(verify=context, timeout=timeout, follow_redirects=True, mounts=mounts) as opened:
         yield opened
 
 

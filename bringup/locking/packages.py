@@ -83,15 +83,16 @@ def lock_packages(
     key: bytes | None = None,
     fingerprint: str | None = None,
     certificate: str | None = None,
+    direct: str | None = None,
 ) -> dict[str, LockedPackages]:
     """Return the packages parts for the releases ``names``, out of the repositories below ``url``.
 
     ``key`` None means the repository's own key file, which must have the fingerprint of NVIDIA's key;
-    ``fingerprint`` None means NVIDIA's. Raises InputError for a release that no lock knows, and what
-    ``read_repository`` and ``resolve_packages`` raise.
+    ``fingerprint`` None means NVIDIA's. ``direct`` is a host that no proxy knows. Raises InputError for a release
+    that no lock knows, and what ``read_repository`` and ``resolve_packages`` raise.
     """
     found = {}
-    with http.client(certificate) as client:
+    with http.client(certificate, direct=direct) as client:
         for name in names:
             release = releases().get(name)
             if release is None:

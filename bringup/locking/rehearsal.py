@@ -90,6 +90,7 @@ def lock_for_lab(
             against="lab",
             key=key_file.read_bytes(),
             fingerprint=key_fingerprint,
+            direct=sources.direct,
         ),
     )
     # What was fetched just now is part of the mirror from here on.

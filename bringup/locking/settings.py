@@ -104,12 +104,13 @@ class Sources:
     """Where the indexes of a stack are: by name, and the controller's own default one.
 
     ``named`` maps an index name to its address. ``before_default`` are searched before the default index
-    (a lab mirror's own "default", for instance) and count as it.
+    (a lab mirror's own "default", for instance) and count as it. ``direct`` is a host that no proxy knows.
     """
 
     named: Mapping[str, Source]
     default: DefaultIndex = field(default_factory=DefaultIndex)
     before_default: tuple[Source, ...] = ()
+    direct: str | None = None
 
     @classmethod
     def of(cls, indexes: Iterable[Index], default: DefaultIndex | None = None) -> Sources:
@@ -128,6 +129,7 @@ class Sources:
             {index.name: Source(f"{base}/wheels/{index.name}/simple") for index in indexes},
             default_index() if default is None else default,
             (Source(f"{base}/wheels/default/simple"),),
+            direct=urlsplit(base).hostname,
         )
 
     def login(self, url: str) -> tuple[str, str] | None:

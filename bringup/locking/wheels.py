@@ -104,7 +104,7 @@ def _with_sizes(resolved: tuple[ResolvedPlatform, ...], sources: Sources) -> tup
     unknown = {file.locked.file: file for platform in resolved for file in platform.files if not file.locked.size_bytes}
     if not unknown:
         return resolved
-    with http.client(sources.default.certificate) as client:
+    with http.client(sources.default.certificate, direct=sources.direct) as client:
 
         def asked(file: ResolvedFile) -> int:
             return http.size_bytes(client, file.url, auth=sources.login(file.url))

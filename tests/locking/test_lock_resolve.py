@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+
 import pytest
 from small_index import STACK, X86, Site
 
@@ -10,6 +13,7 @@ from bringup.errors import InputError
 from bringup.locking.compile import Wheel, best_wheel
 from bringup.locking.resolve import ResolvedPlatform, locate, resolve
 from bringup.locking.settings import DefaultIndex, Source, Sources
+from bringup.locking.wheels import lock_wheels
 from bringup.stack import Stack, parse_stack
 
 
@@ -120,6 +124,22 @@ def test_mirror_serves_the_same_names(shared: Site) -> None:
     wanted = stack()
     mirrored = Sources.of_mirror(wanted.python.indexes, shared.url, DefaultIndex())
     assert shown(resolve(wanted, "cp311-x86_64", mirrored)) == shown(resolve(wanted, "cp311-x86_64", sources(shared)))
+
+
+def test_proxy_of_the_environment_is_not_asked_for_the_mirror(shared: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    wanted = stack()
+    part = lock_wheels(wanted, ["cp311-x86_64"], Sources.of_mirror(wanted.python.indexes, shared.url, DefaultIndex()))
+    assert all(file.locked.size_bytes for file in part.resolved[0].files)
+
+
+def test_index_without_hashes_is_hashed(indexes: Site) -> None:
+    page = indexes.root / "wheels/flashinfer/simple/flashinfer-jit-cache/index.html"
+    page.write_text(re.sub("#sha256=[0-9a-f]+", "", page.read_text()))
+    files = {file.locked.distribution: file.locked for file in resolve(stack(), "cp311-x86_64", sources(indexes)).files}
+    found = files["flashinfer-jit-cache"]
+    assert found.sha256 == hashlib.sha256((page.parent / found.file).read_bytes()).hexdigest()
 
 
 def test_locked_files_are_found_again(shared: Site) -> None:
