@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import version
@@ -20,6 +20,7 @@ from typing import Any
 
 import uv
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from pyinfra.api.deploy import deploy
 from pyinfra.api.host import Host
 
@@ -196,6 +197,10 @@ def environment(context: Context) -> Commands:
     elif any(fnmatchcase(found.path, "environment.files.*") for found in context.differences):
         damaged = state.environment.current
     built, secrets = order(context, candidate.next_generation(stack, state))
+    refusal = tell(host, guard.locked_twice(locked for _, locked in step_pairs(stack, built["platform"])))
+    if refusal is not None:
+        yield refuse(host, refusal)
+        return
     yield work("settle")
     if not is_executing():
         return
@@ -236,31 +241,38 @@ def _install(context: Context, run: _Builder, step: Step, locked: LockedStep, se
         return
     versions = run.versions()
     label = context.stack.python.cuda_label
-    yield from run.judge([*guard.families(step, versions, label), *guard.labels(entry["added"], label)])
+    others = {name: version for name, version in entry["added"].items() if name not in step.family}
+    yield from run.judge([*guard.families(step, versions, label), *guard.labels(others, label)])
     if not run.is_refused:
-        yield from run.judge(loads(context, run.built["env"], step))
+        yield from run.judge(loads(context, run.built["env"], locked, entry["added"]))
     yield from _import(run, step)
 
 
-def loads(context: Context, path: str, step: Step) -> Iterator[Finding]:
-    """Judge by the ELF tables whether everything built on torch would load; nothing before torch is there.
+def loads(context: Context, path: str, locked: LockedStep, added: Container[str]) -> Iterator[Finding]:
+    """Judge by the ELF tables whether what a step added would load; nothing before torch is there.
 
     Raises HostError when the environment's shared objects could not be read.
     """
     answer = ask(context.host, "abi_probe", path)
     if isinstance(answer, dict) and answer.get("torch") is None and "error" not in answer:
         return
+    environment = abi.parse_environment(answer)
     gpus = context.state.gpus
     listed = () if isinstance(gpus, Unknown) else gpus.listed or ()
     optional = [
         Requirement(text).name for one in context.stack.python.steps if one.optional for text in one.requirements
     ]
+    # The lock judged these files with every torch release at hand: what it found sound was built for this torch.
+    minor = ".".join(environment.version.split(".")[:2])
+    sound = [file.distribution for file in locked.files if file.verdict in ("ok", "ok-stable")]
     verdicts = abi.judge_environment(
-        abi.parse_environment(answer),
+        environment,
         capability=next((gpu.compute_capability for gpu in listed if gpu.compute_capability), None),
+        built_for=dict.fromkeys((canonicalize_name(name) for name in sound), minor),
         optional=optional,
     )
-    yield from guard.loadable([verdict.as_json() for verdict in verdicts], step.name)
+    new = [verdict.as_json() for verdict in verdicts if canonicalize_name(verdict.name) in added]
+    yield from guard.loadable(new, locked.name)
 
 
 def _import(run: _Builder, step: Step) -> Commands:

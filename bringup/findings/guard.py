@@ -57,6 +57,26 @@ def created(entry: Report, python: str) -> Iterator[Finding]:
         )
 
 
+def locked_twice(steps: Iterable[LockedStep]) -> Iterator[Finding]:
+    """Judge the lock before anything is built: no step names a distribution that an earlier step installs."""
+    first: dict[str, tuple[str, str]] = {}
+    for step in steps:
+        for file in step.files:
+            name = canonicalize_name(file.distribution)
+            earlier = first.setdefault(name, (step.name, file.version))
+            if earlier[0] != step.name:
+                yield _refusal(
+                    "BU-ENV-117",
+                    f"step {step.name} drags in {name} {file.version}, which step {earlier[0]} installs",
+                    "lock the stack anew: each distribution belongs to one step",
+                    step=step.name,
+                    wheel=name,
+                    rule="earlier steps unchanged",
+                    wanted=earlier[1],
+                    found=file.version,
+                )
+
+
 def installed(entry: Report, step: LockedStep) -> Iterator[Finding]:
     """Judge one step: uv succeeded, earlier distributions are what they were, the locked set was added."""
     failed = next((call for call in entry["calls"] if call["status"] != 0), None)
@@ -289,12 +309,17 @@ def loadable(verdicts: Iterable[Report], step: str) -> Iterator[Finding]:
             "fits_torch": fits,
             "findings": about[:_SHOWN],
         }
-        if level == "optional":
+        is_unsure = level == "layout-risk" and not verdict["built_for"]
+        if level == "optional" or is_unsure:
             yield Finding(
-                code="BU-ENV-125",
-                severity="warning",
-                cause=f"step {step}: a part of {wheel} does not load beside torch {verdict['torch']}: {what}",
-                remedy="none is needed for what works without it; the stack or the package says that it survives",
+                code="BU-ENV-126" if is_unsure else "BU-ENV-125",
+                severity="info" if is_unsure else "warning",
+                cause=f"step {step}: {what}, of {wheel} beside torch {verdict['torch']}"
+                if is_unsure
+                else f"step {step}: a part of {wheel} does not load beside torch {verdict['torch']}: {what}",
+                remedy="ask its authors which torch it is built for; every symbol was found, and it is imported here"
+                if is_unsure
+                else "none is needed for what works without it; the stack or the package says that it survives",
                 evidence=evidence,
             )
             continue
