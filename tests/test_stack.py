@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tomllib
 from pathlib import Path
@@ -347,3 +348,16 @@ def test_schema_refuses_what_the_models_refuse(path: str, value: object) -> None
     put(document, path, value)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(document, schema)
+
+
+def test_patch_of_the_shipped_stack_has_the_hashes_of_the_look_alike() -> None:
+    (patch,) = load_stack(paths.stacks() / "sglang-0.5.9-cu130.toml").python.patches
+    tool = paths.host_script("host_env")
+    hunks = tool.parse_diff((paths.stacks() / patch.diff).read_text())
+    assert set(hunks) == set(patch.files) == {"flashinfer/jit/env.py"}
+    before = (paths.data() / "lab/wheels/templates/flashinfer_env.py.j2").read_bytes()
+    after = tool.patched(before, hunks["flashinfer/jit/env.py"], "flashinfer/jit/env.py")
+    expected = patch.files["flashinfer/jit/env.py"]
+    assert (hashlib.sha256(before).hexdigest(), hashlib.sha256(after).hexdigest()) == (expected.before, expected.after)
+    assert b"startswith" in before
+    assert b"startswith" not in after
