@@ -47,13 +47,14 @@ Name = Literal[
 NCCL = ("nccl_graph", "nccl", "nccl_graph_torch")
 LOST_LINK_CODE = "BU-FAB-111"
 IOMMU_CODES = ("BU-FAB-131", "BU-FAB-132")
-HARDWARE_CODES = ("BU-VFY-311", "BU-VFY-312", "BU-VFY-313", "BU-VFY-314")
+HARDWARE_CODES = ("BU-VFY-311", "BU-VFY-312", "BU-VFY-313", "BU-VFY-314", "BU-VFY-316")
 
 # How far a figure must be off before it speaks. Healthy pairs of H200 stay within 4 % between the GPUs of one
 # host in matrix products and 1 % between directions of one link; a GPU shared with another process loses half.
 SHARED_GPU = 1.25
 SLOW_GPU = 1.15
 SLOW_PAIR = 0.75
+SHARED_LINK = 0.85
 UNSTEADY = 2.0
 FAST_CHANNEL = 1.15
 
@@ -78,6 +79,8 @@ class Cause:
 
     def sentence(self) -> str:
         """Return the cause as a person reads it."""
+        if self.name == "unknown":
+            return f"{self.text}; next: {self.settle}"
         return self.text if self.is_certain else f"likely: {self.text}; settled by {self.settle}"
 
 
@@ -192,6 +195,8 @@ def p2p_off(scene: Scene) -> Iterator[Cause]:
         witnesses.append(f"{miss.row.backend} reaches {miss.row.busbw_gb_per_s:g} GB/s")
     if direct := scene.direct():
         witnesses.append(direct)
+    elif all(len(gpu.peer_access or ()) >= len(scene.document.system.gpus) - 1 for gpu in scene.document.system.gpus):
+        witnesses.append("CUDA says that every GPU can reach every other one directly")
     yield Cause(
         "p2p_off",
         "P2P is off in NCCL: data goes through shared memory of the host",
@@ -305,6 +310,23 @@ def neighbour_on_gpu(scene: Scene) -> Iterator[Cause]:
         )
 
 
+def _shared_link(scene: Scene) -> str | None:
+    """Return which direct reads take turns with somebody else's: fast alone, slow on average."""
+    probes = scene.document.probes
+    worst: tuple[float, int, int] | None = None
+    for reader, (alone, average) in enumerate(
+        zip(probes.peer_read_gb_per_s, probes.peer_read_mean_gb_per_s, strict=False)
+    ):
+        for source, (one, mean) in enumerate(zip(alone, average, strict=False)):
+            if one and mean and mean < SHARED_LINK * one and (worst is None or mean / one < worst[0]):
+                worst = (mean / one, reader, source)
+    if worst is None:
+        return None
+    _, reader, source = worst
+    one, mean = probes.peer_read_gb_per_s[reader][source], probes.peer_read_mean_gb_per_s[reader][source]
+    return f"rank {reader} reads rank {source} at {one:.0f} GB/s when alone and at {mean:.0f} on average"
+
+
 def neighbour_on_link(scene: Scene) -> Iterator[Cause]:
     """Another process moves data over the links: everything that crosses them is slow and unsteady."""
     if any(True for _ in neighbour_on_gpu(scene)):
@@ -319,6 +341,8 @@ def neighbour_on_link(scene: Scene) -> Iterator[Cause]:
     slow = {miss.row.backend for miss in scene.misses if miss.limit.metric == "busbw_gb_per_s"}
     if unsteady and slow & set(NCCL) and slow - set(NCCL):
         witnesses.append(f"{', '.join(sorted(slow))} are slow together, though they share nothing but the links")
+    if shared := _shared_link(scene):
+        witnesses.append(shared)
     if not witnesses:
         return
     if listed := _processes(scene):
