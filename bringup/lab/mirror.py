@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -100,13 +99,14 @@ def build(
     *,
     codename: str = "bookworm",
     url: str = DEFAULT_URL,
+    cache: Path | None = None,
     progress: Progress | None = None,
 ) -> Mirror:
     """Build the mirror below ``state_dir`` and return it; a built one is only checked.
 
-    Packages and wheels are made once per description, compiler and kernel in a cache beside ``state_dir``
-    and linked from there, so several labs share the work. Raises LabError when the real NVRTC wheels cannot
-    be had, when a tool is missing, or for a distribution release that the lab does not know.
+    Packages and wheels are made once per description, compiler and kernel in ``cache`` (None means the one
+    beside ``state_dir``) and linked from there, so several labs share the work. Raises LabError when the real
+    NVRTC wheels cannot be had, when a tool is missing, or for a distribution release that the lab does not know.
     """
     say = progress or (lambda _: None)
     if codename not in RELEASES:
@@ -130,9 +130,9 @@ def build(
     wanted = {"digest": digest, "url": context.url, "key": key.fingerprint}
     if _read(record) == wanted:
         return mirror
-    with _cache(state_dir) as cache:
-        _build_debs(cache, mirror, context, key, say)
-        _lay_wheels(wheels.build(cache, say), root / "wheels")
+    with hold_cache(cache or cache_dir(state_dir)) as held:
+        _build_debs(held, mirror, context, key, say)
+        _lay_wheels(wheels.build(held, say), root / "wheels")
     record.write_text(json.dumps(wanted) + "\n")
     return mirror
 
@@ -149,24 +149,29 @@ def serve(mirror: Mirror, address: str, port: int = 8087) -> Server:
         raise LabError("no nginx", why="the package mirror is served by it", hint="apt-get install nginx-light")
     home = mirror.root / "nginx"
     home.mkdir(exist_ok=True)
+    (home / "nginx.pid").unlink(missing_ok=True)
     (home / "nginx.conf").write_text(_NGINX.format(root=mirror.root, home=home, address=address, port=port))
-    with (home / "start.log").open("w") as log:
-        process = subprocess.Popen(
-            [nginx, "-c", str(home / "nginx.conf"), "-p", str(home), "-e", str(home / "error.log")],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    command = [nginx, "-c", str(home / "nginx.conf"), "-p", str(home), "-e", str(home / "error.log")]
+    log = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    pid = os.posix_spawn(
+        nginx,
+        command,
+        os.environ,
+        setsid=True,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(home / "start.log"), log, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+    )
+    # nginx writes its pid file when it has bound: a connection alone might reach whoever holds the address.
     deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            break
-        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
-            return Server(process.pid, f"http://{address}:{port}")
-        time.sleep(0.05)
-    stop(process.pid)
-    why = (home / "start.log").read_text().strip() or _tail(home / "error.log") or "no answer"
+    while time.monotonic() < deadline and not _has_ended(pid):
+        if (home / "nginx.pid").exists():
+            return Server(pid, f"http://{address}:{port}")
+        time.sleep(0.02)
+    stop(pid)
+    why = _tail(home / "start.log") or _tail(home / "error.log") or "no answer"
     raise LabError(f"package mirror does not answer on {address}:{port}", why=why)
 
 
@@ -182,11 +187,17 @@ def stop(pid: int) -> None:
             os.kill(pid, sent)
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         while time.monotonic() < deadline:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-            if not _is_nginx(pid):
+            if _has_ended(pid) or not _is_nginx(pid):
                 return
             time.sleep(0.02)
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether our child has ended, taking its status; False for a process that is not our child."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return False
 
 
 def _is_nginx(pid: int) -> bool:
@@ -331,9 +342,8 @@ def _gnupg() -> Iterator[Callable[..., bytes]]:
 
 
 @contextlib.contextmanager
-def _cache(state_dir: Path) -> Iterator[Path]:
-    """Hold the cache that labs side by side share; one builds, the others wait and find it built."""
-    cache = cache_dir(state_dir)
+def hold_cache(cache: Path) -> Iterator[Path]:
+    """Hold a cache that labs side by side share; one builds, the others wait and find it built."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

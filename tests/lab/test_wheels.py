@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from bringup.lab import debs_recipe, mirror_elf, wheels, wheels_pack
+from bringup.lab import debs_recipe, mirror, mirror_elf, wheels, wheels_pack
 
 CHECK_IB = "_ZN3c104cuda29c10_cuda_check_implementationEiPKcS2_ib"
 CHECK_JB = "_ZN3c104cuda29c10_cuda_check_implementationEiPKcS2_jb"
@@ -27,8 +27,11 @@ MAYBE_INT = "_ZNK3c106SymInt22maybe_as_int_slow_pathEv"
 
 @pytest.fixture(scope="session")
 def indexes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return every index, built once."""
-    return wheels.build(tmp_path_factory.mktemp("wheels"), lambda _: None)
+    """Return every index, one folder each; kept between runs where the tests' cache can be written."""
+    kept = Path(os.environ.get("BRINGUP_TEST_CACHE") or "/var/cache/bringup-tests")
+    place = mirror.cache_dir(kept / "lab") if os.geteuid() == 0 else tmp_path_factory.mktemp("cache")
+    with mirror.hold_cache(place) as held:
+        return wheels.build(held, lambda _: None)
 
 
 def unpacked(index: Path, into: Path, *names: str) -> Path:
