@@ -174,7 +174,7 @@ def _make_ready(name: str, lab: Lab, record: LabRecord) -> LabLock:
         record.mirror_url,
         key_file=Path(record.apt_key_file),
         key_fingerprint=record.apt_key_fingerprint,
-        say=_tell,
+        say=lambda line: _tell(f"lock {name}: {line}"),
     )
     if made.findings:
         found = made.findings[0]
@@ -190,7 +190,7 @@ def _make_ready(name: str, lab: Lab, record: LabRecord) -> LabLock:
             lab.layout.mirror,
             platform=f"cp{committed.python.interpreter.replace('.', '')}-{platform.machine()}",
             sources=locking.Sources.of(committed.python.indexes),
-            say=_tell,
+            say=lambda line: _tell(f"mirror: {line}"),
         )
     return made
 

@@ -8,8 +8,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from threading import Event
 
 from bringup.lab.command import run
 from bringup.lab.layout import Layout
@@ -117,9 +118,10 @@ def rootfs(layout: Layout, source: Source) -> Path:
     return layout.bases / f"{source.codename}-{digest(source)}" / "rootfs"
 
 
-def ensure(layout: Layout, source: Source, *, tell: Callable[[str], None]) -> Path:
+def ensure(layout: Layout, source: Source, *, tell: Callable[[str], None], stop: Event) -> Path:
     """Return the root of the base image, made now if it is not there.
 
+    When another thread sets ``stop``, the work is given up at once and raises LabError.
     Built in a directory of another name and renamed when complete and on disk, so a base that is there is whole.
     Needs about a minute, 650 MB, and the machine's distribution mirror.
     """
@@ -131,9 +133,9 @@ def ensure(layout: Layout, source: Source, *, tell: Callable[[str], None]) -> Pa
     building = layout.bases / f".building-{os.getpid()}"
     started = time.monotonic()
     tell(f"base image: debootstrap {source.codename}")
-    _bootstrap(building / "rootfs", layout, source)
+    _bootstrap(building / "rootfs", layout, source, stop)
     tell(f"base image: packages ({time.monotonic() - started:.0f} s)")
-    _install(building / "rootfs", layout)
+    _install(building / "rootfs", layout, stop)
     _settle(building / "rootfs")
     run(["sync", "--file-system", str(building)], what="cannot write the base image out", timeout_s=600)
     building.rename(root.parent)
@@ -147,6 +149,15 @@ def remove_unfinished(layout: Layout) -> None:
         shutil.rmtree(left)
 
 
+def remove_unused(layout: Layout, keep: Iterable[Path]) -> None:
+    """Remove base images of older recipes: all but those in ``keep`` (roots) and those that are mounted somewhere."""
+    wanted = {root.parent for root in keep}
+    mounts = Path("/proc/self/mountinfo").read_text()
+    for image in layout.bases.glob("*-*/rootfs"):
+        if image.parent not in wanted and f"lowerdir={image}," not in mounts:
+            shutil.rmtree(image.parent)
+
+
 def _contained(*argv: str) -> list[str]:
     """Return ``argv`` in mount and process namespaces of its own, ended when this process ends.
 
@@ -156,7 +167,7 @@ def _contained(*argv: str) -> list[str]:
     return ["setpriv", "--pdeathsig", "KILL", *inside, *argv]
 
 
-def _bootstrap(root: Path, layout: Layout, source: Source) -> None:
+def _bootstrap(root: Path, layout: Layout, source: Source, stop: Event) -> None:
     configuration = root / "etc/dpkg/dpkg.cfg.d/50-bringup-lab"
     configuration.parent.mkdir(parents=True)
     configuration.write_text(_DPKG)
@@ -172,10 +183,11 @@ def _bootstrap(root: Path, layout: Layout, source: Source) -> None:
         what="debootstrap could not make the base image",
         hint=f"its log: {root / 'debootstrap/debootstrap.log'}",
         timeout_s=1800,
+        stop=stop,
     )
 
 
-def _install(root: Path, layout: Layout) -> None:
+def _install(root: Path, layout: Layout, stop: Event) -> None:
     """Install PACKAGES: fetched by this machine's apt (its mirrors, proxy and keys), installed by the image's."""
     hint = "run `apt-get update`: this machine's package lists may name files that its mirror no longer has"
     with tempfile.TemporaryDirectory(dir=layout.bases) as empty:
@@ -191,6 +203,7 @@ def _install(root: Path, layout: Layout) -> None:
         what="apt cannot fetch the packages of the base image",
         hint=hint,
         timeout_s=1200,
+        stop=stop,
     )
     # Packages must not start their services in the image.
     policy = root / "usr/sbin/policy-rc.d"
@@ -201,6 +214,7 @@ def _install(root: Path, layout: Layout) -> None:
         environment=_ENVIRONMENT | {"DEBIAN_FRONTEND": "noninteractive"},
         what="apt could not install the packages of the base image",
         timeout_s=1800,
+        stop=stop,
     )
     policy.unlink()
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import IO
 
 from bringup.errors import InputError, LabError
@@ -135,9 +136,7 @@ class Lab:
             new = [name for name in wanted if name not in existing]
             if has_network and self.is_up() and not down and not new:
                 # The mirror's recipe may be newer than the lab; what is built already is only checked.
-                self._write_record(
-                    service.build_mirror(self.layout, self.addresses, source.codename(), self._tell)
-                )
+                self._write_record(service.build_mirror(self.layout, self.addresses, source.codename(), self._tell))
                 return Came((), (), time.monotonic() - started)
             undo = Undo(
                 state_dir=self.layout.state_dir, stop=(*down, *new), discard=tuple(new), network=not has_network
@@ -300,15 +299,25 @@ class Lab:
 
     def _prepare(self, *, needs_base: bool) -> tuple[Path | None, Mirror]:
         """Make the base image and the mirror's files side by side, each on one processor."""
-        release = source.codename()
-        with ThreadPoolExecutor() as pool:
-            image = pool.submit(self._ensure_base) if needs_base else None
-            mirror = pool.submit(service.build_mirror, self.layout, self.addresses, release, self._tell)
-            keychain.ensure_client_key(self.layout)
-            return (image.result() if image else None), mirror.result()
+        keychain.ensure_client_key(self.layout)
+        stop = Event()
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            image = pool.submit(self._ensure_base, stop) if needs_base else None
+            try:
+                mirror = service.build_mirror(self.layout, self.addresses, source.codename(), self._tell)
+                return (image.result() if image else None), mirror
+            except BaseException:
+                # Nobody waits a minute for an image that is not wanted any more.
+                stop.set()
+                raise
 
-    def _ensure_base(self) -> Path:
-        return base.ensure(self.layout, source.find(), tell=self._tell)
+    def _ensure_base(self, stop: Event) -> Path:
+        wanted = source.find()
+        is_new = not base.rootfs(self.layout, wanted).is_dir()
+        root = base.ensure(self.layout, wanted, tell=self._tell, stop=stop)
+        if is_new:
+            base.remove_unused(self.layout, keep=[root, *(host.plan.base for host in self.hosts.values())])
+        return root
 
     def _plan(self, name: str, number: int, gpus: str, traits: Sequence[Trait], root: Path | None) -> Host:
         if root is None:

@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 
 from bringup.commands import lab as commands
 from bringup.errors import BringupError, InputError, LabError
-from bringup.lab import process, proxy, record, shape, supervisor
+from bringup.lab import base, process, proxy, record, shape, supervisor
 from bringup.lab.command import run
 from bringup.lab.guard import Undo
 from bringup.lab.lab import Lab, remote_line
@@ -106,6 +108,25 @@ def test_a_command_that_cannot_end_well_says_why(argv: list[str], why: str) -> N
     with pytest.raises(LabError) as caught:
         run(argv, what="cannot try", timeout_s=0.1)
     assert caught.value.why == why
+
+
+def test_a_command_is_stopped_from_another_thread() -> None:
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    started = time.monotonic()
+    with pytest.raises(LabError) as caught:
+        run(["sleep", "60"], what="cannot try", stop=stop)
+    assert time.monotonic() - started < 10
+    assert caught.value.why == "sleep 60 ended with status -9"
+
+
+def test_only_base_images_that_nobody_needs_are_removed(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    roots = [layout.bases / name / "rootfs" for name in ("bookworm-aaaa", "bookworm-bbbb")]
+    for root in (*roots, layout.bases / "packages" / "partial"):
+        root.mkdir(parents=True)
+    base.remove_unused(layout, keep=[roots[1]])
+    assert sorted(path.name for path in layout.bases.iterdir()) == ["bookworm-bbbb", "packages"]
 
 
 def test_a_process_is_known_by_id_and_start() -> None:
