@@ -5,8 +5,6 @@ from bringup.history.rollouts import (
     LEASE_S,
     Lease,
     RolloutLog,
-    RolloutRecord,
-    WaveRecord,
     list_rollouts,
     list_waves,
     open_rollout,
@@ -14,19 +12,15 @@ from bringup.history.rollouts import (
     start_rollout,
     take_lease,
 )
-from bringup.history.store import History, HostRecord, Recorder, RunRecord, recorder
+from bringup.history.store import History, Recorder, recorder
 
 __all__ = [
     "LEASE_S",
     "Database",
     "History",
-    "HostRecord",
     "Lease",
     "Recorder",
     "RolloutLog",
-    "RolloutRecord",
-    "RunRecord",
-    "WaveRecord",
     "default_url",
     "list_rollouts",
     "list_waves",

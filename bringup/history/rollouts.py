@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,40 +13,11 @@ from sqlalchemy.orm import Session
 from bringup.errors import BringupError, InputError
 from bringup.history.store import History
 from bringup.history.tables import OwnerRow, RolloutRow, TransitionRow, WaveRow
+from bringup.report.records import RolloutRecord, WaveRecord
 from bringup.rollout import Rollout, Started, Transition, WaveOpened, advance, from_json, replay, to_json
 
 # A controller renews its lease with everything it records, and by itself while it waits for hosts.
 LEASE_S = 90.0
-
-
-@dataclass(frozen=True)
-class RolloutRecord:
-    """Be one rollout as it is listed. ``driven_by`` None: no controller drives it now."""
-
-    id: str
-    inventory: str
-    stack: str
-    digest: str
-    status: str
-    halt: str | None
-    hosts: int
-    done: int
-    created_s: float
-    updated_s: float
-    driven_by: str | None
-
-
-@dataclass(frozen=True)
-class WaveRecord:
-    """Be one wave that was opened. ``closed_s`` and ``outcome`` None: it is open."""
-
-    digest: str
-    pass_name: str
-    number: int
-    hosts: tuple[str, ...]
-    opened_s: float
-    closed_s: float | None
-    outcome: str | None
 
 
 class Lease:

@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import JsonValue
@@ -30,6 +29,7 @@ from bringup.history.tables import (
 )
 from bringup.report import events
 from bringup.report.masking import Masker
+from bringup.report.records import HostRecord, RunRecord
 from bringup.report.results import (
     BackendResult,
     DifferenceResult,
@@ -61,37 +61,6 @@ _STRUCTURE = (
     ("measurement", "verdict"),
     ("verification", "state"),
 )
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """Be one run as it is listed. ``exit_code`` None: it goes on, or its controller died."""
-
-    id: str
-    command: str
-    inventory: str
-    who: str
-    stack: StackRef | None
-    started_s: float
-    ended_s: float | None
-    exit_code: int | None
-    hosts: int
-    changes: int
-
-
-@dataclass(frozen=True)
-class HostRecord:
-    """Be what is known of a host: its result in the last run that came to an end with it.
-
-    ``verified_s`` is when it was last measured and found good, None when never.
-    """
-
-    host: str
-    run: str
-    command: str
-    seen_s: float
-    result: HostResult
-    verified_s: float | None
 
 
 class History:
@@ -153,6 +122,8 @@ class History:
                 return
             case events.CommandStarted():
                 return  # for the live stream only: commands would fill the history and tell nothing later
+            case events.RolloutTold():
+                return  # its log keeps it
             case events.StepStarted() | events.HostConnected():
                 return  # the end of a step tells both
         if session.get(Run, event.run) is None:

@@ -6,7 +6,7 @@ The models are the contract; ``docs/reference/events.schema.json`` is generated 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter
 
@@ -26,6 +26,7 @@ from bringup.report.results import (
     StepStatus,
     VerificationResult,
 )
+from bringup.rollout import Rollout, Status, Transition
 
 
 class _Event(Model):
@@ -136,6 +137,20 @@ class WorkerLost(_Event):
     why: str
 
 
+class RolloutTold(_Event):
+    """Something happened to a rollout; ``transition`` is what the history keeps of it."""
+
+    event: Literal["rollout"] = "rollout"
+    rollout: str
+    status: Status
+    transition: Transition
+
+    @classmethod
+    def of(cls, transition: Transition, rollout: Rollout, *, run: str) -> Self:
+        """Return the event for a transition; ``rollout`` is the state after it."""
+        return cls(time_s=transition.time_s, run=run, rollout=rollout.id, status=rollout.status, transition=transition)
+
+
 class RunDone(_Event):
     """A run ended; ``exit_code`` is what the command exits with."""
 
@@ -155,6 +170,7 @@ Event = Annotated[
     | MeasurementTaken
     | HostDone
     | WorkerLost
+    | RolloutTold
     | RunDone,
     Field(discriminator="event"),
 ]
@@ -168,6 +184,12 @@ def parse(line: str | bytes) -> Event:
     Raises pydantic.ValidationError for a line that is not an event of schema 1.
     """
     return ADAPTER.validate_json(line)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of one event; ``docs/reference/events.schema.json`` holds it."""
+    schema = ADAPTER.json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "One event"}
 
 
 class Collector:
@@ -191,6 +213,8 @@ class Collector:
                 self.done = event
             case WorkerLost():
                 self._lost.update(host for host in event.hosts if not self._is_done(host))
+            case RolloutTold():
+                pass  # the rollout has a document of its own
             case _:
                 if event.host in self._lost:
                     self._begin_again(event.host)

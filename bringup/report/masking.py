@@ -21,7 +21,7 @@ _AUTHORIZATION = re.compile(
     r"((?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?(?:basic|bearer|token|digest)\s+)[^\s\"',]+", re.I
 )
 _ASSIGNMENT = re.compile(
-    r"((?:\b|_|-)(?:password|passwd|secret|token|api[_-]?key|access[_-]?key|credentials?)[\"']?\s*[=:]\s*)"
+    r"((?:password|passwd|(?:\b|_|-)(?:secret|token|api[_-]?key|access[_-]?key|credentials?))[\"']?\s*[=:]\s*)"
     r"(\"[^\"]*\"|'[^']*'|[^\s\"',;&|]+)",
     re.I,
 )
@@ -69,7 +69,8 @@ class Masker:
 
 
 def _names_secret(key: str) -> bool:
-    return _ASSIGNMENT.fullmatch(f"{key}=x") is not None
+    match = _ASSIGNMENT.search(f"{key}=x")
+    return match is not None and match.end() == len(key) + 2
 
 
 def _forms(secret: str) -> Iterable[str]:

@@ -6,7 +6,7 @@ The models are the contract; ``docs/reference/results.schema.json`` is generated
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
@@ -233,3 +233,10 @@ class Results(Model):
     def as_json(self) -> str:
         """Return the document as printed by ``--json``, indented, without a final newline."""
         return self.model_dump_json(indent=2)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the document; ``docs/reference/results.schema.json`` holds it."""
+    # As it is written, every key is there; a reader need not expect one to be missing.
+    schema = Results.model_json_schema(by_alias=True, mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Results of a command"}

@@ -1,0 +1,117 @@
+"""The event stream: what is written reads back, and its results are those of the run."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from pydantic import ValidationError
+from report_case import STACK
+
+from bringup import paths
+from bringup.finding import Finding
+from bringup.report import events
+from bringup.report.results import (
+    BackendResult,
+    DifferenceResult,
+    HostResult,
+    StepResult,
+    VerificationResult,
+)
+from bringup.rollout import Limit, Limits, Observed, RolloutHost, Started, advance, replay
+
+AT = {"time_s": 1.5, "run": "r1"}
+ON = {**AT, "host": "gpu-01"}
+NCCL = BackendResult(backend="nccl", state="not_run", reason="the GPUs are simulated")
+STARTED = events.RunStarted(
+    **AT, command="apply", inventory="i.py", who="ops@ctl", bringup="0.1", stack=STACK, hosts=("gpu-01", "gpu-02")
+)
+ROLLOUT = replay([Started(0.0, "ro", "lab", "d", (RolloutHost("a"),), (("a",),), Limits(Limit(1)))])
+ALL: list[events.Event] = [
+    STARTED,
+    events.HostConnected(**ON, seconds=0.25),
+    events.StepStarted(**ON, step="linker"),
+    events.CommandStarted(**ON, number=1, command="ldconfig"),
+    events.StepDone(**ON, step="linker", status="changed", seconds=2.0, changes=1),
+    events.FindingSeen.of(Finding("BU-LNK-001", "warning", "c", "r", {"found": None}), time_s=1.5, run="r1", host="h"),
+    events.DifferenceSeen(**ON, difference=DifferenceResult(path="p", wanted="w", found=None)),
+    events.MeasurementTaken(**ON, measurement=NCCL),
+    events.HostDone(**ON, status="ok", changes=1, verification=VerificationResult(state="verified")),
+    events.WorkerLost(**AT, worker="w1", hosts=("gpu-01",), why="SIGKILL"),
+    events.RolloutTold.of(Observed(2.0, ("a",)), advance(ROLLOUT, Observed(2.0, ("a",))), run="r1"),
+    events.RunDone(**AT, exit_code=0, seconds=3.0),
+]
+
+
+def test_every_kind_of_event_is_tried_here() -> None:
+    assert {type(event) for event in ALL} == set(events._Event.__subclasses__()) - {events._HostEvent} | set(
+        events._HostEvent.__subclasses__()
+    )
+
+
+@pytest.mark.parametrize("event", ALL, ids=[event.event for event in ALL])
+def test_an_event_is_one_line_that_reads_back_and_fits_the_schema(event: events.Event) -> None:
+    line = event.as_line()
+    assert "\n" not in line
+    assert events.parse(line) == event
+    schema = json.loads((paths.root() / "docs/reference/events.schema.json").read_text())
+    jsonschema.validate(json.loads(line), schema)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "{}", '{"event": "host_exploded"}', '{"event": "run_done", "time_s": 1, "run": "r"}', "[]"],
+    ids=["empty", "no-event", "unknown", "incomplete", "list"],
+)
+def test_what_is_no_event_is_refused(line: str) -> None:
+    with pytest.raises(ValidationError):
+        events.parse(line)
+
+
+def test_a_whole_run_gives_its_results() -> None:
+    results = events.collect(ALL[:5] + ALL[6:9] + ALL[11:])
+    assert (results.command, results.run, results.stack) == ("apply", "r1", STACK)
+    assert results.hosts["gpu-01"] == HostResult(
+        status="ok",
+        changes=1,
+        differences=(DifferenceResult(path="p", wanted="w"),),
+        steps=(StepResult(name="linker", status="changed", seconds=2.0, changes=1),),
+        verification=VerificationResult(state="verified", backends=(NCCL,)),
+    )
+    assert results.hosts["gpu-02"] == HostResult(status="unknown", why="the run ended before this host was done")
+
+
+def test_events_of_hosts_may_come_in_any_mixture() -> None:
+    told: list[events.Event] = [STARTED]
+    for step in ("a", "b"):
+        told += [events.StepDone(**AT, host=host, step=step, status="unchanged") for host in ("gpu-02", "gpu-01")]
+    told += [events.HostDone(**AT, host=host, status="ok") for host in ("gpu-02", "gpu-01")]
+    hosts = events.collect(told).hosts
+    assert [[step.name for step in host.steps] for host in hosts.values()] == [["a", "b"], ["a", "b"]]
+
+
+def test_a_reboot_in_the_middle_of_a_host_is_one_story() -> None:
+    told: list[events.Event] = [
+        STARTED,
+        events.HostConnected(**ON),
+        events.StepDone(**ON, step="driver", status="changed", changes=1),
+        events.HostConnected(**ON),
+        events.StepDone(**ON, step="verify", status="unchanged"),
+        events.HostDone(**ON, status="ok", changes=1),
+    ]
+    assert [step.name for step in events.collect(told).hosts["gpu-01"].steps] == ["driver", "verify"]
+
+
+def test_a_lost_worker_makes_its_unfinished_hosts_tell_their_story_again() -> None:
+    told: list[events.Event] = [
+        STARTED,
+        events.HostDone(**AT, host="gpu-02", status="ok", changes=7),
+        events.StepDone(**ON, step="driver", status="changed", changes=2),
+        events.WorkerLost(**AT, worker="w1", hosts=("gpu-01", "gpu-02"), why="SIGKILL"),
+        events.StepDone(**ON, step="driver", status="unchanged"),
+        events.HostDone(**ON, status="ok", changes=0),
+    ]
+    hosts = events.collect(told).hosts
+    assert (hosts["gpu-01"].changes, hosts["gpu-02"].changes) == (2, 7)
+    assert [step.status for step in hosts["gpu-01"].steps] == ["unchanged"]
