@@ -348,7 +348,10 @@ def _hold(view: _View) -> Finds:
     family = view.family
     packages = view.known(view.state.dpkg).packages
     installed = [name for name in family if name in packages and packages[name].is_installed]
-    free = [name for name in installed if not packages[name].is_held]
+    # dpkg lifts the hold of a package that it replaces: one of another version is driver.packages' line already.
+    locked = {} if wanted.is_driver_kept(view.stack, view.state) else wanted.locked_versions(view.locked)
+    as_locked = [name for name in installed if packages[name].version == locked.get(name, packages[name].version)]
+    free = [name for name in as_locked if not packages[name].is_held]
     if family and not installed:
         yield "driver.hold", f"{len(family)} packages held", None
     elif free:

@@ -177,6 +177,12 @@ def driver_family(stack: Stack, state: HostState, locked: LockedPackages | None)
     return tuple(sorted({package.name for package in (*locked.driver, *fabric)}))
 
 
+def locked_versions(locked: LockedPackages | None) -> Mapping[str, str]:
+    """Return the locked version of every package of the driver and of all fabrics, by name."""
+    groups = (locked.driver, *locked.fabric.values()) if locked is not None else ()
+    return {package.name: package.version for group in groups for package in group}
+
+
 def is_driver_package(name: str) -> bool:
     """Return whether a package name belongs to NVIDIA's driver, and not to its container toolkit."""
     return bool(_DRIVER_FAMILY.match(name))

@@ -102,6 +102,15 @@ ONE_LINE: list[tuple[str, Change, tuple[str, str | None, str | None]]] = [
         ),
     ),
     (
+        "one library upgraded, and its hold lifted by that",
+        put("dpkg packages libnvidia-compute-580", {"version": "580.126.09-0ubuntu1", "status": "ii"}),
+        (
+            "driver.packages",
+            "libnvidia-compute-580 580.95.05-0ubuntu1",
+            "libnvidia-compute-580 580.126.09-0ubuntu1",
+        ),
+    ),
+    (
         "one library upgraded, nvidia-smi fails",
         both(
             put("dpkg packages libnvidia-compute-580 version", "580.126.09-0ubuntu1"),
