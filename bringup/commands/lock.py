@@ -18,7 +18,6 @@ from bringup.errors import InputError
 from bringup.finding import Finding
 from bringup.lab.layout import Layout
 from bringup.locking.compile import PLATFORMS
-from bringup.locking.packages import repository_defaults
 from bringup.locking.proposal import propose as propose_newest
 from bringup.locking.repository import fingerprint_of
 from bringup.stack import Lock, Stack, load_stack, parse_lock
@@ -112,8 +111,8 @@ def lock(
         packages = locking.lock_packages(
             wanted,
             names,
-            apt_url or repository_defaults()["url"],
             against="index",
+            url=apt_url,
             key=key,
             fingerprint=fingerprint_of(key, source=str(apt_key)) if key else None,
             certificate=locking.default_index().certificate,

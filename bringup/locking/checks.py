@@ -16,12 +16,12 @@ from packaging.version import InvalidVersion, Version
 from bringup.finding import Finding
 from bringup.stack import LockedFile, LockedPlatform, Stack
 
-FAMILY = "BU-ENV-101"
-CUDA_LABEL = "BU-ENV-102"
-TORCH_BUILD = "BU-ENV-103"
-DOUBLED = "BU-ENV-104"
-COLLISION = "BU-ENV-105"
-GUARD = "BU-ENV-106"
+FAMILY = "BU-ENV-301"
+CUDA_LABEL = "BU-ENV-302"
+TORCH_BUILD = "BU-ENV-303"
+DOUBLED = "BU-ENV-304"
+COLLISION = "BU-ENV-305"
+GUARD = "BU-ENV-306"
 
 # cu130, or with what else it was built for: cu12torch2 (of 2.8.3+cu12torch2.8cxx11abiTRUE).
 _CUDA_LABEL = re.compile(r"(cu\d{2,3})(?:torch\d+)?")

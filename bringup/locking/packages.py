@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import httpx
 
-from bringup import paths
+from bringup import catalog, paths
 from bringup.errors import InputError
 from bringup.locking import http
 from bringup.locking.debian import DebianVersion, Package, Relation
@@ -25,13 +25,20 @@ from bringup.stack import LockedPackage, LockedPackages, Stack
 Prefer = Callable[[Package], bool]
 
 
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
 @dataclass(frozen=True)
 class Release:
-    """One release and machine: the path below a repository's address, and dpkg's word for the machine."""
+    """One release and machine that .deb sets can be locked for.
+
+    ``path`` is where its repository lies below a mirror's address, ``architecture`` dpkg's word for the machine.
+    """
 
     name: str
     path: str
     architecture: str
+    repository: catalog.Repository
 
 
 @cache
@@ -39,15 +46,16 @@ def _data() -> Mapping[str, Any]:
     return tomllib.loads((paths.data() / "packages.toml").read_text(encoding="utf-8"))
 
 
-def repository_defaults() -> Mapping[str, str]:
-    """Return url, key_file and key_fingerprint of NVIDIA's own repository."""
-    found: Mapping[str, str] = _data()["repository"]
-    return found
-
-
+@cache
 def releases() -> Mapping[str, Release]:
     """Return every release that a lock may hold packages for, by name (``debian12-x86_64``)."""
-    return {name: Release(name, entry["path"], entry["architecture"]) for name, entry in _data()["release"].items()}
+    found = {}
+    for row in catalog.repositories():
+        machine = row.release.rsplit("-", 1)[1]
+        # NVIDIA's address ends in release and machine (``debian12/x86_64``), and mirrors keep that.
+        path = "/".join(row.url.rstrip("/").split("/")[-2:])
+        found[row.release] = Release(row.release, path, _ARCHITECTURES[machine], row)
+    return found
 
 
 def resolve_packages(
@@ -77,19 +85,20 @@ def resolve_packages(
 def lock_packages(
     stack: Stack,
     names: Iterable[str],
-    url: str,
     *,
     against: Literal["index", "lab"],
+    url: str | None = None,
     key: bytes | None = None,
     fingerprint: str | None = None,
     certificate: str | None = None,
     direct: str | None = None,
 ) -> dict[str, LockedPackages]:
-    """Return the packages parts for the releases ``names``, out of the repositories below ``url``.
+    """Return the packages parts for the releases ``names``.
 
-    ``key`` None means the repository's own key file, which must have the fingerprint of NVIDIA's key;
-    ``fingerprint`` None means NVIDIA's. ``direct`` is a host that no proxy knows. Raises InputError for a release
-    that no lock knows, and what ``read_repository`` and ``resolve_packages`` raise.
+    ``url`` is the address above the releases' repositories on a mirror; None means NVIDIA's own. ``key`` None means
+    the key file beside the repository; ``fingerprint`` None means that of NVIDIA's key for the release. ``direct``
+    is a host that no proxy knows. Raises InputError for a release that no lock knows, and what ``read_repository``
+    and ``resolve_packages`` raise.
     """
     found = {}
     with http.client(certificate, direct=direct) as client:
@@ -97,20 +106,20 @@ def lock_packages(
             release = releases().get(name)
             if release is None:
                 raise InputError(f"not a release: {name!r}", hint=f"name one of {', '.join(releases())}")
-            base = f"{url.rstrip('/')}/{release.path}"
+            known = release.repository
+            base = f"{url.rstrip('/')}/{release.path}" if url else known.url.rstrip("/")
             repository = read_repository(
                 client,
                 base,
                 architecture=release.architecture,
-                key=key or _published_key(client, base),
-                fingerprint=fingerprint or repository_defaults()["key_fingerprint"],
+                key=key or _published_key(client, f"{base}/{known.key_file}"),
+                fingerprint=fingerprint or known.key_fingerprint,
             )
             found[name] = resolve_packages(stack, release, repository, against=against)
     return found
 
 
-def _published_key(client: httpx.Client, base: str) -> bytes:
-    address = f"{base}/{repository_defaults()['key_file']}"
+def _published_key(client: httpx.Client, address: str) -> bytes:
     key = http.read(client, address)
     if key is None:
         raise InputError(f"no key at {address}", hint="name the repository's public key with --apt-key")

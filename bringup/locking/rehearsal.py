@@ -86,8 +86,8 @@ def lock_for_lab(
         packages=lock_packages(
             stack,
             served,
-            f"{mirror_url.rstrip('/')}/apt",
             against="lab",
+            url=f"{mirror_url.rstrip('/')}/apt",
             key=key_file.read_bytes(),
             fingerprint=key_fingerprint,
             direct=sources.direct,

@@ -45,34 +45,34 @@ def test_cuda_labels(version: str, wanted: tuple[str, ...]) -> None:
         pytest.param(["flashinfer-python==0.6.4"], [], id="a member that is not there"),
         pytest.param(
             ["flashinfer-python==0.6.1", "flashinfer-jit-cache==0.6.10+cu130"],
-            [("BU-ENV-101", "the family of step flashinfer has several versions: flashinfer-jit-cache 0.6.10+cu130, flashinfer-python 0.6.1")],
+            [("BU-ENV-301", "the family of step flashinfer has several versions: flashinfer-jit-cache 0.6.10+cu130, flashinfer-python 0.6.1")],
             id="a prefix is no equality",
         ),
         pytest.param(
             ["flashinfer-python==0.6.4", "flashinfer-jit-cache==0.6.4+cu129"],
-            [("BU-ENV-102", "flashinfer-jit-cache 0.6.4+cu129 is built for cu129, the stack is cu130")],
+            [("BU-ENV-302", "flashinfer-jit-cache 0.6.4+cu129 is built for cu129, the stack is cu130")],
             id="another CUDA label",
         ),
         pytest.param(["flash-attn==2.8.3+cu13torch2.9"], [], id="a label of the major alone"),
         pytest.param(
             ["flash-attn==2.8.3+cu12torch2.8"],
-            [("BU-ENV-102", "flash-attn 2.8.3+cu12torch2.8 is built for cu12, the stack is cu130")],
+            [("BU-ENV-302", "flash-attn 2.8.3+cu12torch2.8 is built for cu12, the stack is cu130")],
             id="another major",
         ),
         pytest.param(
             ["torch==2.9.1+cu128", "nvidia-cuda-runtime-cu12==12.8.90"],
-            [("BU-ENV-102", "torch 2.9.1+cu128 is built for cu128, the stack is cu130")],
+            [("BU-ENV-302", "torch 2.9.1+cu128 is built for cu128, the stack is cu130")],
             id="torch with another label is told once",
         ),
         pytest.param(
             ["torch==2.9.1", "nvidia-cuda-runtime-cu12==12.8.90"],
-            [("BU-ENV-103", "torch 2.9.1 is built for CUDA 12.8, the stack says 13.0; it brings nvidia-cuda-runtime-cu12 12.8.90")],
+            [("BU-ENV-303", "torch 2.9.1 is built for CUDA 12.8, the stack says 13.0; it brings nvidia-cuda-runtime-cu12 12.8.90")],
             id="torch without a label, by its runtime",
         ),
         pytest.param(["torch==2.14.1", "nvidia-cuda-runtime==13.0.96"], [], id="torch of the stack's CUDA"),
         pytest.param(
             ["torch==2.15.0", "nvidia-cuda-runtime==13.2.75"],
-            [("BU-ENV-103", "torch 2.15.0 is built for CUDA 13.2, the stack says 13.0; it brings nvidia-cuda-runtime 13.2.75")],
+            [("BU-ENV-303", "torch 2.15.0 is built for CUDA 13.2, the stack says 13.0; it brings nvidia-cuda-runtime 13.2.75")],
             id="another minor of the same major",
         ),
     ],
@@ -99,17 +99,17 @@ CUDNN13 = Contents({"nvidia/__init__.py": EMPTY, "nvidia/cudnn/lib/libcudnn.so.9
         pytest.param({"nvidia-nccl-cu13": NCCL13, "nvidia-cudnn-cu13": CUDNN13}, [], id="an empty file is shared"),
         pytest.param(
             {"sgl-kernel": SGL_KERNEL, "sglang-kernel": SGLANG_KERNEL},
-            [("BU-ENV-104", "sgl-kernel and sglang-kernel are both the import package sgl_kernel")],
+            [("BU-ENV-304", "sgl-kernel and sglang-kernel are both the import package sgl_kernel")],
             id="two distributions of one import package",
         ),
         pytest.param(
             {"nvidia-nccl-cu13": NCCL13, "nvidia-nccl-cu12": NCCL12},
-            [("BU-ENV-105", "nvidia-nccl-cu12 and nvidia-nccl-cu13 write the same 1 files, among them nvidia/nccl/lib/libnccl.so.2")],
+            [("BU-ENV-305", "nvidia-nccl-cu12 and nvidia-nccl-cu13 write the same 1 files, among them nvidia/nccl/lib/libnccl.so.2")],
             id="twins for two CUDA majors",
         ),
         pytest.param(
             {"torch": Contents({}, "12.8")},
-            [("BU-ENV-103", "torch is built for CUDA 12.8, the stack says 13.0; its version file says so")],
+            [("BU-ENV-303", "torch is built for CUDA 12.8, the stack says 13.0; its version file says so")],
             id="torch says another CUDA itself",
         ),
         pytest.param({"torch": Contents({}, "13.0")}, [], id="torch says the stack's CUDA"),
@@ -125,7 +125,7 @@ def test_wheel_that_the_guard_calls_broken() -> None:
     verdicts = {"sgl_kernel-0.3.21.whl": "broken-symbol", "torch.whl": "ok"}
     (finding,) = check_verdicts(WANTED, verdicts, ["sgl_kernel-0.3.21.whl"])
     assert (finding.code, finding.cause) == (
-        "BU-ENV-106",
+        "BU-ENV-306",
         "sgl_kernel-0.3.21.whl would not load beside the locked torch: broken-symbol",
     )
     assert check_verdicts(WANTED, verdicts, []) == ()

@@ -84,11 +84,11 @@ def test_set_that_does_not_fit_leaves_the_lock_alone(here: Path, indexes: Site) 
     (here / "uv-cache").rename(here / "uv-cache-old")
     status, out, err = run(str(stack), "--json")
     assert status == 1
-    assert [finding["code"] for finding in json.loads(out)["findings"]["cp311-x86_64"]] == ["BU-ENV-101", "BU-ENV-102"]
+    assert [finding["code"] for finding in json.loads(out)["findings"]["cp311-x86_64"]] == ["BU-ENV-301", "BU-ENV-302"]
     assert (here / "demo.lock.toml").read_bytes() == before
     status, out, err = run(str(stack))
     assert (status, out) == (1, "")
-    assert "BU-ENV-101  the family of step flashinfer has several versions" in err
+    assert "BU-ENV-301  the family of step flashinfer has several versions" in err
     assert "not written: the set does not fit" in err
 
 

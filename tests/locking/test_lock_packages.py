@@ -16,11 +16,11 @@ from small_index import STACK, Site
 from bringup.errors import BringupError, InputError
 from bringup.locking import http
 from bringup.locking.debian import parse_packages
-from bringup.locking.packages import Release, lock_packages, releases, resolve_packages
+from bringup.locking.packages import lock_packages, releases, resolve_packages
 from bringup.locking.repository import Repository, fingerprint_of, read_repository, verified
 from bringup.stack import LockedPackage, Stack, parse_stack
 
-RELEASE = Release("debian12-x86_64", "debian12/x86_64", "amd64")
+RELEASE = releases()["debian12-x86_64"]
 
 
 def stack(**driver: str) -> Stack:
@@ -319,14 +319,14 @@ def serve(site: Site, key: Key, lines: list[str], *, compressed: bool = True) ->
 @pytest.mark.parametrize("compressed", [True, False], ids=["Packages.gz", "Packages"])
 def test_signed_repository_becomes_a_packages_part(site: Site, key: Key, compressed: bool) -> None:
     url = serve(site, key, [*DRIVER_580, *TOOLKITS], compressed=compressed)
-    found = lock_packages(stack(), ["debian12-x86_64"], url, against="index", fingerprint=key.fingerprint)
+    found = lock_packages(stack(), ["debian12-x86_64"], url=url, against="index", fingerprint=key.fingerprint)
     assert len(found["debian12-x86_64"].driver) == 7
 
 
 def test_repository_of_another_key_is_refused(site: Site, key: Key) -> None:
     url = serve(site, key, DRIVER_580)
     with pytest.raises(InputError) as raised:
-        lock_packages(stack(), ["debian12-x86_64"], url, against="index")
+        lock_packages(stack(), ["debian12-x86_64"], url=url, against="index")
     assert raised.value.what == f"{url}/debian12/x86_64/InRelease: the signature does not hold"
     assert raised.value.why == f"wanted key EB693B3035CD5710E231E123A4B469963BF863CC, found {key.fingerprint}"
 
@@ -336,7 +336,7 @@ def test_index_that_was_changed_after_signing_is_refused(site: Site, key: Key) -
     packages = site.root / "apt" / RELEASE.path / "Packages"
     packages.write_bytes(packages.read_bytes().replace(b"nvidia-modprobe", b"nvidia-modprobX"))
     with pytest.raises(InputError) as raised:
-        lock_packages(stack(), ["debian12-x86_64"], url, against="index", fingerprint=key.fingerprint)
+        lock_packages(stack(), ["debian12-x86_64"], url=url, against="index", fingerprint=key.fingerprint)
     assert raised.value.what == f"{url}/debian12/x86_64/Packages is not what its Release file signed"
 
 
@@ -373,9 +373,20 @@ def test_address_without_a_repository(site: Site, key: Key) -> None:
 
 def test_unknown_release_lists_the_known_ones(site: Site) -> None:
     with pytest.raises(InputError) as raised:
-        lock_packages(stack(), ["fedora42-x86_64"], site.url, against="index")
+        lock_packages(stack(), ["fedora42-x86_64"], url=site.url, against="index")
     assert raised.value.what == "not a release: 'fedora42-x86_64'"
     assert raised.value.hint == f"name one of {', '.join(releases())}"
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "architecture"),
+    [
+        ("debian12-x86_64", "debian12/x86_64", "amd64"),
+        ("ubuntu2404-aarch64", "ubuntu2404/sbsa", "arm64"),
+    ],
+)
+def test_release_knows_where_its_repository_lies(name: str, path: str, architecture: str) -> None:
+    assert (releases()[name].path, releases()[name].architecture) == (path, architecture)
 
 
 def test_file_that_is_no_key() -> None:

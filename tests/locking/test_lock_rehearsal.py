@@ -117,7 +117,7 @@ def test_set_that_does_not_fit_is_not_written(lab: Site, key: Key, tmp_path: Pat
         return Judgement(verdicts={file: "broken-symbol"}, broken=frozenset({file}))
 
     made = run(lab, key, tmp_path, judge=judge)
-    assert [finding.code for finding in made.findings] == ["BU-ENV-106"]
+    assert [finding.code for finding in made.findings] == ["BU-ENV-306"]
     assert not made.path.exists()
 
 
