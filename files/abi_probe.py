@@ -24,15 +24,18 @@ from array import array
 from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 # Limits on what one file may make the reader do. The largest real tables seen are libtorch_cpu's (80,000
-# symbols, 11 MB of names) and fbgemm's (8 MB of names); a file beyond these limits is hostile or damaged.
-MAX_SYMBOLS = 1_000_000
-MAX_STRING_TABLE_BYTES = 128 << 20
+# symbols, 11 MB of names) and libtorch_cuda's; a file beyond these limits is hostile or damaged.
+MAX_SYMBOLS = 400_000
+MAX_STRING_TABLE_BYTES = 64 << 20
 MAX_NAME_BYTES = 64 << 10
-MAX_NAMES_TOTAL_BYTES = 128 << 20
-MAX_DYNAMIC_BYTES = 1 << 20
-MAX_VERSION_RECORDS = 1 << 16
-MAX_VERSION_TABLE_BYTES = 4 << 20
-MAX_HASH_TABLE_BYTES = 64 << 20
+MAX_NAMES_TOTAL_BYTES = 64 << 20
+MAX_DYNAMIC_BYTES = 256 << 10
+MAX_DYNAMIC_TEXT_BYTES = 1 << 20
+MAX_VERSION_RECORDS = 8192
+MAX_VERSION_NAME_BYTES = 1024
+MAX_VERSION_TABLE_BYTES = 1 << 20
+MAX_HASH_TABLE_BYTES = 16 << 20
+MAX_PREFIX_STEPS = 20_000_000
 
 _MACHINES = {62: "x86_64", 183: "aarch64"}
 
@@ -174,6 +177,11 @@ def read_bytes(data: bytes) -> Elf:
 
 def _read(source, wanted: Optional[Set[bytes]] = None) -> Elf:
     machine, segments = _headers(source, source.size_bytes)
+    for segment in segments:
+        # The tables may be whole while code behind them is cut off; such a file dies when it is loaded.
+        if segment.kind == _PT_LOAD and segment.offset + segment.file_bytes > source.size_bytes:
+            end = segment.offset + segment.file_bytes
+            raise ElfError("truncated: a segment ends at %d of %d bytes" % (end, source.size_bytes))
     space = _AddressSpace(source, segments)
     dynamic = _Dynamic(space, segments)
     strings = dynamic.strings()
@@ -304,6 +312,7 @@ class _Dynamic:
                 break
             self._tags.setdefault(tag, []).append(value)
         self._strings: Optional[bytes] = None
+        self._budget = _Budget(MAX_DYNAMIC_TEXT_BYTES)
 
     def first(self, tag: int) -> Optional[int]:
         values = self._tags.get(tag)
@@ -311,7 +320,7 @@ class _Dynamic:
 
     def texts(self, tag: int) -> Tuple[str, ...]:
         strings = self.strings()
-        return tuple(_text(strings, offset) for offset in self._tags.get(tag, ()))
+        return tuple(self._budget.text(strings, offset) for offset in self._tags.get(tag, ()))
 
     def strings(self) -> bytes:
         if self._strings is None:
@@ -324,8 +333,8 @@ class _Dynamic:
         return self._strings
 
 
-def _text(strings: bytes, offset: int) -> str:
-    end = strings.find(b"\0", offset, offset + MAX_NAME_BYTES + 1)
+def _text(strings: bytes, offset: int, limit: int = MAX_NAME_BYTES) -> str:
+    end = strings.find(b"\0", offset, offset + limit + 1)
     if offset >= len(strings) or end < 0:
         raise ElfError("a name at %d lies outside its string table" % offset)
     return strings[offset:end].decode("utf-8", "backslashreplace")
@@ -354,7 +363,7 @@ class _Versions:
             self._count()
             _, flags, index, _, _, names_at, following = _record("<HHHHIII", table, position)
             (name_at,) = _record("<I", table, position + names_at)
-            name = _text(strings, name_at)
+            name = _text(strings, name_at, MAX_VERSION_NAME_BYTES)
             if flags & 1:
                 # The base definition names the file itself, not a version of it.
                 self.base = name
@@ -371,13 +380,13 @@ class _Versions:
         for _ in range(count):
             self._count()
             _, names, library_at, names_at, following = _record("<HHIII", table, position)
-            library = _text(strings, library_at)
+            library = _text(strings, library_at, MAX_VERSION_NAME_BYTES)
             wanted = needs.setdefault(library, [])
             at = position + names_at
             for _ in range(names):
                 self._count()
                 _, flags, index, name_at, next_name = _record("<IHHII", table, at)
-                name = _text(strings, name_at)
+                name = _text(strings, name_at, MAX_VERSION_NAME_BYTES)
                 self.names[index & 0x7FFF] = (name, library)
                 if not flags & 2:
                     wanted.append(name)
@@ -525,7 +534,7 @@ class _Budget:
     def spend(self, size_bytes: int) -> None:
         self._left -= size_bytes
         if self._left < 0:
-            raise ElfError("more than %d bytes of symbol names" % MAX_NAMES_TOTAL_BYTES)
+            raise ElfError("more bytes of names than any real file has")
 
 
 def _version(names: Dict[int, Tuple[str, Optional[str]]], index: int) -> Tuple[str, Optional[str]]:
@@ -620,7 +629,7 @@ class _Tables(NamedTuple):
 def _front_tables(front: _Front, start: int) -> _Tables:
     """Find the GNU hash table behind ``start`` and, by it, the symbols and strings that follow."""
     # A SysV hash table may stand before the GNU one; notes and padding are short.
-    budget = 4 * MAX_SYMBOLS
+    budget = MAX_PREFIX_STEPS
     for position in range((start + 7) & ~7, min(start + (1 << 20), front.limit - 16), 8):
         front.require(position + 16)
         header = struct.unpack_from("<IIII", front.data, position)
@@ -692,12 +701,16 @@ def _front_symbols(front: _Front, chains: Tuple[int, int], first_hashed: int) ->
     if data[strings_at] != 0 or last_name >= front.limit:
         return None
     if b"\0" not in data[last_name : last_name + MAX_NAME_BYTES]:
-        front.require(min(last_name + MAX_NAME_BYTES, front.limit))
+        front.require(min(last_name + MAX_NAME_BYTES, len(data) + 4096, front.limit))
         return None
+    budget = MAX_PREFIX_STEPS
     hashes = _unsigned("I", data[chains_at : chains_at + 4 * (count - first_hashed)])
     for index, wanted in enumerate(hashes, first_hashed):
         offset = offsets[index]
         name = data[strings_at + offset : data.index(b"\0", strings_at + offset)]
+        budget -= len(name)
+        if budget < 0:
+            raise PrefixUnreadable("too many bytes of names to check")
         if (_gnu_hash(name) ^ wanted) >> 1:
             return None
     return _Tables(symbols_at, strings_at, last_name, count)
@@ -727,6 +740,7 @@ def _front_versions(front: _Front, tables: _Tables) -> Tuple[bytes, array, _Vers
     there suit every symbol and the hashes in the version tables behind them suit their names.
     """
     data = front.data
+    budget = MAX_PREFIX_STEPS
     # Index 0 is a local symbol's, never an exported one's; an unversioned undefined name has 0 or 1.
     must_be_zero, must_not_be_zero = [], []
     for number, entry in enumerate(_SYMBOL.iter_unpack(data[tables.symbols_at : tables.strings_at])):
@@ -734,19 +748,28 @@ def _front_versions(front: _Front, tables: _Tables) -> Tuple[bytes, array, _Vers
             must_be_zero.append(number)
         elif entry[3]:
             must_not_be_zero.append(number)
+    if not must_not_be_zero:
+        raise PrefixUnreadable("no exported symbol to tell the version indexes by")
     position, end_of_search = tables.last_name_at, tables.last_name_at + (1 << 20)
     while position < end_of_search:
         front.require(position + 1)
         if data[position]:
             end = data.find(b"\0", position, position + MAX_NAME_BYTES + 1)
             if end < 0:
-                front.require(min(position + MAX_NAME_BYTES + 1, front.limit))
+                front.require(min(position + MAX_NAME_BYTES + 1, len(data) + 4096, front.limit))
                 break
             position = end + 1
             continue
         indexes_at = (position + 1) & ~1
         indexes_end = indexes_at + 2 * tables.count
         front.require(indexes_end)
+        first = indexes_at + 2 * must_not_be_zero[0]
+        if data[first : first + 2] == b"\0\0":
+            position += 1
+            continue
+        budget -= tables.count
+        if budget < 0:
+            break
         indexes = _unsigned("H", data[indexes_at:indexes_end])
         if all(indexes[n] for n in must_not_be_zero) and not any(indexes[n] for n in must_be_zero):
             strings = data[tables.strings_at : position]
@@ -774,7 +797,7 @@ def _front_version_table(front: _Front, strings: bytes, start: int, layout: str)
     """Return (start, record count, end) of one version table; no records when ``start`` holds another."""
     is_need = layout == "<HHIII"
     head_bytes, name_bytes = struct.calcsize(layout), 16 if is_need else 8
-    position, count, end = start, 0, start
+    position, count, end, records = start, 0, start, 0
     while True:
         front.require(min(position + head_bytes, front.limit))
         if position + head_bytes > front.limit:
@@ -787,7 +810,8 @@ def _front_version_table(front: _Front, strings: bytes, start: int, layout: str)
             break
         at = position + names_at
         for number in range(names):
-            if at + name_bytes > front.limit:
+            records += 1
+            if at + name_bytes > front.limit or records > MAX_VERSION_RECORDS:
                 return start, 0, start
             front.require(at + name_bytes)
             if is_need:
@@ -812,9 +836,7 @@ def _front_version_table(front: _Front, strings: bytes, start: int, layout: str)
 
 def _printable(strings: bytes, offset: int) -> Optional[bytes]:
     """Return the name at an offset, None unless it is a non-empty one of printable characters."""
-    end = strings.find(b"\0", offset, offset + 4096) if offset < len(strings) else -1
-    if end < 0 and offset < len(strings) and len(strings) - offset < 4096:
-        end = len(strings)
+    end = strings.find(b"\0", offset, offset + MAX_VERSION_NAME_BYTES + 1) if offset < len(strings) else -1
     name = strings[offset:end] if end > offset else b""
     return name if name and all(32 < byte < 127 for byte in name) else None
 
@@ -1038,7 +1060,7 @@ class Loader:
 
 MAX_FILES = 20_000
 MAX_TEXT_BYTES = 8 << 20
-_SHARED_NAME = re.compile(r"\.so(\.[0-9A-Za-z_.]+)?\Z")
+_SHARED_NAME = re.compile(r"\.so(\.\d[0-9A-Za-z_.]*)?\Z")
 _INFO_NAME = re.compile(r"(?P<name>[^-]+)-(?P<version>.+)\.dist-info\Z")
 # torch/__init__.py loads these by file name after its own libraries, when the CUDA wheels hold them.
 _TORCH_PRELOADS = (
