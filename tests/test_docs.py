@@ -10,7 +10,6 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-import click
 import pytest
 import typer.main
 
@@ -81,9 +80,9 @@ def check_bringup(command: str, place: str) -> None:
         words = shlex.split(part, comments=True)
         if not words or Path(words[0]).name != "bringup":
             continue
-        group: click.Command = typer.main.get_command(cli.app)
+        group = typer.main.get_command(cli.app)
         rest = words[1:]
-        while isinstance(group, click.Group) and rest and not rest[0].startswith("-"):
+        while hasattr(group, "commands") and rest and not rest[0].startswith("-"):
             name = rest.pop(0)
             assert name in group.commands, f"{place}: bringup has no command {name!r}"
             group = group.commands[name]
