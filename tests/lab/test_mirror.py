@@ -326,7 +326,8 @@ def test_unknown_release_is_refused(tmp_path: Path) -> None:
 def test_real_nvrtc_compiles(tmp_path: Path) -> None:
     """The packages carry the real libraries: unpacked anywhere, they compile for Blackwell without a GPU."""
     kept = Path(os.environ.get("BRINGUP_TEST_CACHE") or "/var/cache/bringup-tests")
-    found = mirror.build(kept / "lab")
+    # A state directory apart from that of the tests' lab, on the same cache.
+    found = mirror.build(kept / "mirror-only")
     code = (
         "import ctypes, sys\n"
         "lib = ctypes.CDLL(sys.argv[1]); program = ctypes.c_void_p(); size = ctypes.c_size_t()\n"
