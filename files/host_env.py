@@ -663,6 +663,7 @@ def finish(args):
     sync_file_system(env)
     replace(os.path.join(env, MARKER), (json.dumps(marker, sort_keys=True) + "\n").encode(), 0o644)
     sync_directory(os.path.dirname(env))
+    remove_quietly(args.order)  # it may name a proxy with its password
     note(env, "finish", snapshot)
     say("%s is complete: %d distributions" % (env, len(snapshot)))
 

@@ -11,6 +11,7 @@ import datetime
 import json
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pyinfra.api.deploy import deploy
@@ -19,7 +20,7 @@ from pyinfra.api.host import Host
 from bringup import facts, wanted
 from bringup.errors import HostError
 from bringup.finding import Finding
-from bringup.findings import change
+from bringup.findings import change, environment
 from bringup.host_state import HostState, Unknown
 from tasks import candidate
 from tasks.channel import fetch, push
@@ -41,7 +42,7 @@ from tasks.run import (
     work,
     write,
 )
-from tasks.verify import SWITCH, is_proved, looked_again, target
+from tasks.verify import RECORD, SWITCH, is_proved, looked_again, target
 
 CURRENT = f"{HOME}/current"
 CUTOVERS = "/var/lib/bringup/cutovers.json"
@@ -56,7 +57,8 @@ class CutoverSet(BaseModel):
     """What one completed cutover left serving.
 
     ``digest`` is the stack's. ``environment`` None: the stack names an existing one, and nothing is switched.
-    ``linker`` None: the stack has no linker entry. ``at`` is a time as in RFC 3339, in UTC.
+    ``linker`` None: the stack has no linker entry. ``verification`` is the record that proved it, None for a
+    cutover without one. ``at`` is a time as in RFC 3339, in UTC.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -68,6 +70,7 @@ class CutoverSet(BaseModel):
     service: str | None
     linker: str | None
     restart: tuple[str, ...] = ()
+    verification: dict[str, Any] | None = None
     at: str
 
     @property
@@ -108,6 +111,8 @@ def asked_for(context: Context) -> CutoverSet:
     entry = candidate.candidate(stack, state)
     is_built = stack.python.existing is None
     machine = None if isinstance(state.os, Unknown) else state.os.machine
+    record = state.verification
+    proof = None if record is None or isinstance(record, Unknown) else record.model_dump(mode="json", by_alias=True)
     return CutoverSet(
         stack=stack.name,
         digest=stack.digest,
@@ -116,6 +121,7 @@ def asked_for(context: Context) -> CutoverSet:
         service=wanted.service_text(stack) if is_built else None,
         linker=wanted.linker_text(stack, machine) if stack.linker and machine else None,
         restart=tuple(stack.service.restart),
+        verification=proof,
         at=now(),
     )
 
@@ -213,10 +219,24 @@ def applied(context: Context, new: CutoverSet) -> Iterator[Command]:
     if new.environment is not None:
         yield link(CURRENT, new.environment, undo=True)
     if new.restart:
-        units = quoted(*new.restart)
-        # A unit of type simple counts as started at once; one that dies right away must not pass.
-        script = f"systemctl restart {units}; sleep 2; systemctl is-active --quiet {units}"
-        yield shell("restart", script, limit_s=RESTART_LIMIT_S, detach=True)
+        yield shell("restart", _RESTART + quoted(*new.restart), limit_s=RESTART_LIMIT_S, detach=True)
+
+
+# A unit of type simple counts as started at once; one that dies right away must not pass.
+_RESTART = """
+restart() {
+    systemctl restart "$@" || :
+    sleep 2
+    bad=0
+    for unit in "$@"
+    do systemctl is-active --quiet "$unit" && continue
+       bad=1
+       why=$(systemctl show --property=Result,ExecMainStatus "$unit" | tr '\\n' ' ')
+       echo "bringup: $unit does not run after its restart: $why"
+    done
+    return "$bad"
+}
+restart """
 
 
 def pointed(state: HostState, directory: str) -> Iterator[Command]:
@@ -243,34 +263,16 @@ def tidied(context: Context, sets: list[CutoverSet], new: CutoverSet) -> Iterato
     if new.environment is None:
         return
     context = looked_again(context)
-    finding = left_behind(context.state, new.environment.rsplit("/", 1)[-1])
-    if finding is not None:
+    for finding in environment.old_processes(context.state):
         facts.tell_finding(context.host, finding)
     path, content = builder()
     push(context.host, path, content, mode="0600")
     # The one that a rollback would return to is one of the old ones that stay.
     before = next((entry for entry in reversed(sets) if entry.environment not in (None, new.environment)), None)
     protected = ["--protect", str(before.environment).rsplit("/", 1)[-1]] if before else []
-    keep = str(KEPT_OLD - len(protected) // 2)
+    keep = str(KEPT_OLD - (before is not None))
     argv = ["python3", path, "collect", HOME, "--keep", keep, *protected]
     yield do("collect", argv, limit_s=1800, detach=True)
-
-
-def left_behind(state: HostState, name: str) -> Finding | None:
-    """Return the finding for processes that still run from another environment than the serving one."""
-    if isinstance(state.processes, Unknown):
-        return None
-    old = [process for process in state.processes.environment if process.environment != name]
-    if not old:
-        return None
-    shown = ", ".join(f"pid {p.pid} ({p.unit or p.command}) on {p.environment}" for p in old[:4])
-    return Finding(
-        code="BU-ENV-171",
-        severity="info",
-        cause=f"{len(old)} processes still run from an older environment: {shown}",
-        remedy="restart them when it suits, or name their units in service.restart; their environment stays until then",
-        evidence={"processes": [{"pid": p.pid, "unit": p.unit, "environment": p.environment} for p in old]},
-    )
 
 
 # ---------------------------------------------------------------- rollback
@@ -330,6 +332,9 @@ def rollback(context: Context) -> Commands:
         reason = chosen.rollback_reason or "rolled back"
         pin = {"digest": serving.digest, "reason": reason, "since": now()}
         yield write(PIN, json.dumps(pin, sort_keys=True) + "\n", undo=True)
+        if goal.verification is not None:
+            # It still says for what it holds, so a host that has changed since does not count as verified.
+            yield write(RECORD, json.dumps(goal.verification, sort_keys=True) + "\n", undo=True)
         yield from linked(goal)
         yield from applied(context, goal)
         yield remembered(sets, goal)
