@@ -2,9 +2,10 @@
 # what it installs and why.
 STACK ?= lab
 HOSTS ?= 2
-GPUS ?= 8x NVIDIA RTX PRO 6000 Blackwell Server Edition
+GPUS ?=
 PYTHON ?= python3
 VENV := .venv/bin
+TEST_CACHE := $(or $(BRINGUP_TEST_CACHE),/var/cache/bringup-tests)
 PYTEST := $(VENV)/python -m pytest
 
 .PHONY: up test test-quick test-lab test-bootstrap test-real check clean venv lock-dependencies
@@ -14,7 +15,7 @@ venv:
 
 up:
 	@$(PYTHON) bringup/bootstrap.py --system lab
-	@$(VENV)/bringup lab up --hosts $(HOSTS) --gpus "$(GPUS)"
+	@$(VENV)/bringup lab up --hosts $(HOSTS) $(if $(GPUS),--gpus "$(GPUS)") --stack $(STACK)
 	@$(VENV)/bringup apply inventory/lab.py --stack $(STACK) --yes
 
 check: venv
@@ -36,7 +37,8 @@ test-real:
 	@$(PYTEST) -m "real" -q
 
 clean:
-	@if [ -x $(VENV)/bringup ]; then $(VENV)/bringup lab down; fi
+	@if [ -x $(VENV)/bringup ]; then $(VENV)/bringup lab down --purge; fi
+	@rm -rf $(TEST_CACHE)
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build .venv
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -115,23 +115,24 @@ class Lab:
     def up(
         self,
         hosts: int = DEFAULT_HOSTS,
-        gpus: str | None = None,
+        gpus: str | Mapping[str, str] | None = None,
         traits: Mapping[str, Sequence[Trait]] | None = None,
     ) -> Came:
         """Bring the lab to at least ``hosts`` running hosts, gpu-01 onwards, and return what that took.
 
-        Hosts that run are left alone: no session is opened on them. ``gpus`` None means that existing hosts keep
-        what they have and new ones get eight RTX PRO 6000. When anything fails, or this process is killed, what
+        Hosts that run are left alone: no session is opened on them. ``gpus`` is for all hosts, or by host name;
+        for hosts it does not name, existing ones keep what they have and new ones get eight RTX PRO 6000. When anything fails, or this process is killed, what
         this call started is taken down again. Raises LabError, HostError and InputError.
         """
         started = time.monotonic()
         wanted = {f"gpu-{number:02d}": number for number in range(1, hosts + 1)}
+        boards = dict.fromkeys(wanted, gpus) if isinstance(gpus, str) else dict(gpus or {})
         traits = traits or {}
-        self._check(wanted, gpus, traits)
+        self._check(wanted, boards, traits)
         with self._changing() as lock:
             has_network = network.check_free(self.addresses, self.layout.state_dir)
             existing = self.hosts
-            _check_kept(existing, gpus, traits)
+            _check_kept(existing, boards, traits)
             down = [name for name, host in existing.items() if host.state() == "stopped"]
             new = [name for name in wanted if name not in existing]
             if has_network and self.is_up() and not down and not new:
@@ -150,7 +151,8 @@ class Lab:
                 if any(Trait.PROXY_ONLY in chosen for chosen in traits.values()):
                     service.start_proxy(self.layout, self.addresses)
                 plans = [
-                    self._plan(name, wanted[name], gpus or DEFAULT_GPUS, traits.get(name, ()), root) for name in new
+                    self._plan(name, wanted[name], boards.get(name, DEFAULT_GPUS), traits.get(name, ()), root)
+                    for name in new
                 ]
                 self._write_known_hosts([*existing.values(), *plans])
                 self._boot([*(existing[name] for name in down), *plans], make=set(new), mirror=mirror)
@@ -284,15 +286,17 @@ class Lab:
         """Let a frozen host go on."""
         self.host(name).signal(signal.SIGCONT)
 
-    def _check(self, wanted: Mapping[str, int], gpus: str | None, traits: Mapping[str, Sequence[Trait]]) -> None:
+    def _check(
+        self, wanted: Mapping[str, int], boards: Mapping[str, str], traits: Mapping[str, Sequence[Trait]]
+    ) -> None:
         """Refuse what cannot come up before anything is touched."""
         require_tools()
         if not wanted:
             raise InputError("a lab needs at least one host", hint="wanted --hosts 1 or more")
         self.addresses.address(len(wanted))
         for name in wanted:
-            silicon.describe(gpus or DEFAULT_GPUS, host=name)
-        if strangers := sorted(set(traits) - set(wanted)):
+            silicon.describe(boards.get(name, DEFAULT_GPUS), host=name)
+        if strangers := sorted({*traits, *boards} - set(wanted)):
             raise InputError(
                 f"a variant is given for {', '.join(strangers)}", why=f"the lab will have {', '.join(wanted)}"
             )
@@ -438,10 +442,11 @@ def require_tools() -> None:
         )
 
 
-def _check_kept(existing: Mapping[str, Host], gpus: str | None, traits: Mapping[str, Sequence[Trait]]) -> None:
+def _check_kept(existing: Mapping[str, Host], boards: Mapping[str, str], traits: Mapping[str, Sequence[Trait]]) -> None:
     """Refuse to pretend that a host which exists has another machine's GPUs or another shape."""
     for name, host in existing.items():
-        if gpus is not None and host.plan.gpus != gpus:
+        gpus = boards.get(name, host.plan.gpus)
+        if host.plan.gpus != gpus:
             raise LabError(
                 f"{name} exists with {host.plan.gpus}, not {gpus}",
                 hint="`bringup lab down` first, or leave --gpus out",
