@@ -121,8 +121,9 @@ class Lab:
         """Bring the lab to at least ``hosts`` running hosts, gpu-01 onwards, and return what that took.
 
         Hosts that run are left alone: no session is opened on them. ``gpus`` is for all hosts, or by host name;
-        for hosts it does not name, existing ones keep what they have and new ones get eight RTX PRO 6000. When anything fails, or this process is killed, what
-        this call started is taken down again. Raises LabError, HostError and InputError.
+        for hosts it does not name, existing ones keep what they have and new ones get eight RTX PRO 6000. When
+        anything fails, or this process is killed, what this call started is taken down again. Raises LabError,
+        HostError and InputError.
         """
         started = time.monotonic()
         wanted = {f"gpu-{number:02d}": number for number in range(1, hosts + 1)}
