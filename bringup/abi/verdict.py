@@ -101,14 +101,17 @@ class Verdict:
 
     @property
     def findings(self) -> tuple[AbiFinding, ...]:
-        """Return the findings of all files, those of unused files last."""
-        return tuple(
-            finding
-            for unused in (False, True)
-            for file in self.files
-            if (file.effect is None) == unused
-            for finding in file.findings
-        )
+        """Return the findings of all files, those of unused files last; what several assume is said once."""
+        found: list[AbiFinding] = []
+        assumed: set[tuple[str | None, str]] = set()
+        for file in sorted(self.files, key=lambda file: file.effect is None):
+            for finding in file.findings:
+                if finding.kind == "assumed":
+                    if (finding.library, finding.reason) in assumed:
+                        continue
+                    assumed.add((finding.library, finding.reason))
+                found.append(finding)
+        return tuple(found)
 
     @property
     def missing_symbols(self) -> frozenset[str]:
