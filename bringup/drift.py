@@ -365,7 +365,9 @@ def _ib_umad(view: _View) -> Finds:
     wish = "ib_umad loaded, at every boot"
     text = wanted.fabric_modules_text()
     found = list(_file_difference(view, wanted.FABRIC_MODULES_FILE, "fabric.ib_umad", text, wish))
-    if not found and not view.known(view.state.fabric).is_ib_umad_loaded:
+    # The boot that brings the driver brings the module too.
+    is_reboot_ahead = not wanted.is_driver_accepted(view.stack, view.state)
+    if not found and not is_reboot_ahead and not view.known(view.state.fabric).is_ib_umad_loaded:
         found = [("fabric.ib_umad", wish, "ib_umad is not loaded")]
     yield from found
 

@@ -467,6 +467,12 @@ OTHERS: list[tuple[str, Change | None, Change, list[tuple[str, str | None, str |
         [("fabric.ib_umad", "ib_umad loaded, at every boot", "ib_umad is not loaded")],
     ),
     (
+        "B200: ib_umad comes with the boot that is ahead",
+        None,
+        both(nvlink5, put("fabric is_ib_umad_loaded", False), put("driver loaded", None)),
+        [("driver.loaded", "580.95.05 open", None)],
+    ),
+    (
         "B200: ib_umad not at boot",
         None,
         both(nvlink5, put(f"files {wanted.FABRIC_MODULES_FILE}", None)),

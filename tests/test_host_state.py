@@ -261,5 +261,17 @@ def test_the_committed_schema_is_the_one_of_the_models() -> None:
     assert json.loads(SCHEMA.read_text()) == host_state.json_schema()
 
 
-def test_a_real_answer_fits_the_committed_schema(answer: Answer) -> None:
-    jsonschema.validate(answer, json.loads(SCHEMA.read_text()))
+@pytest.mark.parametrize("name", ["h200x2_answer.json", "lab_answer.json"])
+def test_a_captured_answer_fits_the_committed_schema(name: str) -> None:
+    jsonschema.validate(json.loads((CAPTURED.parent / name).read_text()), json.loads(SCHEMA.read_text()))
+
+
+def test_the_answer_of_a_converged_rehearsal_host() -> None:
+    state = host_state.parse((CAPTURED.parent / "lab_answer.json").read_text().replace("\n", " "))
+    assert state.unknown_sections() == {}
+    assert state.simulated == ("gpu", "driver", "wheels")
+    assert state.current_environment is not None
+    assert (state.current_environment.name, state.current_environment.generation) == ("9ad48a6d3cf5-1", 1)
+    assert isinstance(state.verification, host_state.Verification)
+    assert state.verification.environment == "9ad48a6d3cf5-1"
+    assert [backend.state for backend in state.verification.backends] == ["not_run"]
