@@ -34,17 +34,6 @@ VerificationState = Literal["verified", "stale", "none"]
 SHOWN_ITEMS = 4
 """How many packages a difference names before it counts the rest."""
 
-_DAEMONS = frozenset(
-    {
-        "nvidia-persistenced.service",
-        "nvidia-fabricmanager.service",
-        "nvidia-imex.service",
-        "nvidia-dcgm.service",
-        "nvidia-dcgm-exporter.service",
-    }
-)
-"""Services that hold GPU devices open without computing anything; they are no reason to leave a host alone."""
-
 
 @dataclass(frozen=True)
 class Path:
@@ -678,4 +667,4 @@ def gpus_in_use(state: HostState) -> tuple[GpuProcess, ...] | Unknown:
     """
     if isinstance(state.processes, Unknown):
         return state.processes
-    return tuple(p for p in state.processes.gpu if p.is_computing or p.unit not in _DAEMONS)
+    return tuple(p for p in state.processes.gpu if p.is_computing or p.unit not in wanted.DAEMONS)

@@ -172,7 +172,7 @@ def _probe(host: Host) -> tuple[HostState | None, str]:
         stack = wanted(host)
         parameters = host_state.probe_parameters(stack, deep=settings(host).deep)
         output = host.get_fact(Script, "host_probe", (json.dumps(parameters, separators=(",", ":")),))
-        state = host_state.parse(answer(output), host=host.name)
+        state = host_state.parse(answer(output), host=host.name, received_at_s=time.time())
     except InputError:
         raise
     except BringupError as error:

@@ -32,6 +32,17 @@ CUDA_LINK = "/usr/local/cuda"
 PERSISTENCE_UNIT = "nvidia-persistenced.service"
 FABRIC_UNIT = "nvidia-fabricmanager.service"
 
+DAEMONS = frozenset(
+    {
+        "nvidia-persistenced.service",
+        "nvidia-fabricmanager.service",
+        "nvidia-imex.service",
+        "nvidia-dcgm.service",
+        "nvidia-dcgm-exporter.service",
+    }
+)
+"""Services that hold GPU devices open without computing anything; they are no reason to leave a host alone."""
+
 PIN_PRIORITY = 995
 """Above every archive and NVIDIA's own 600, below 1000: apt never downgrades on the strength of a pin."""
 

@@ -101,9 +101,11 @@ def persistence(context: Context) -> Commands:
 @converges("fabric.ib_umad")
 def fabric_module(context: Context) -> Commands:
     """Load the module that the subnet manager of NVLink 5 needs, now and at every boot."""
-    del context
     yield write(wanted.FABRIC_MODULES_FILE, wanted.fabric_modules_text())
-    yield do("ib_umad", ["modprobe", "ib_umad"], limit_s=60)
+    # On a host that is about to boot into its driver the file is enough, and the running kernel may lack it.
+    driver = context.state.driver
+    if not isinstance(driver, Unknown) and driver.loaded is not None:
+        yield do("ib_umad", ["modprobe", "ib_umad"], limit_s=60)
 
 
 @converges("fabric.service")

@@ -9,16 +9,6 @@ from bringup.finding import Finding
 from bringup.host_state import GpuProcess, HostState, Unknown
 from bringup.stack import Stack
 
-_DAEMON_UNITS = frozenset(
-    {
-        "nvidia-persistenced.service",
-        "nvidia-fabricmanager.service",
-        "nvidia-imex.service",
-        "nvidia-dcgm.service",
-        "nvidia-dcgm-exporter.service",
-    }
-)
-
 
 def in_use(state: HostState, what: str) -> Finding | None:
     """Return the refusal for something that needs idle GPUs; None when nobody uses them.
@@ -32,7 +22,7 @@ def in_use(state: HostState, what: str) -> Finding | None:
             cause=f"{what} needs idle GPUs, and nobody could look whether they are: {state.processes.error}",
             remedy="run bringup as root on that host",
         )
-    users = [p for p in state.processes.gpu if p.is_computing or p.unit not in _DAEMON_UNITS]
+    users = [p for p in state.processes.gpu if p.is_computing or p.unit not in wanted.DAEMONS]
     if not users:
         return None
     return Finding(
@@ -116,9 +106,7 @@ def _unfit_kernel(stack: Stack, state: HostState) -> Finding | None:
     if module is None or module.version != stack.driver.version or module.flavour != stack.driver.flavour:
         found = f"{module.version} {module.flavour}" if module else None
         return _unfit(f"kernel {release}, which boots next, has no module of the wanted driver", wish, found)
-    if kernel.has_nouveau and isinstance(state.driver, Unknown):
-        return _unfit(f"whether nouveau stays off could not be looked at: {state.driver.error}")
-    if kernel.has_nouveau and not isinstance(state.driver, Unknown) and not state.driver.is_nouveau_off_at_boot:
+    if kernel.has_nouveau and not state.kernel.is_nouveau_off(kernel):
         return _unfit(f"nouveau would take the GPUs in kernel {release}: its initramfs is older than its blacklist")
     if isinstance(state.secure_boot, Unknown) or state.secure_boot.is_enabled is None:
         return None
