@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import jsonschema
 import pytest
 from elf_writer import shared_object
 from hypothesis import given, settings
@@ -610,6 +611,25 @@ def test_answer(environment):
     exports = {base[i]: {answer["names"][n] for n in entry["exports"]} for i, entry in enumerate(table)}
     assert exports["libc10.so"] == {"_ZN3c105ErrorC1Ev"}
     assert exports["python3"] == {"PyModule_Create2"}
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict:
+    return json.loads((FIXTURES.parents[2] / "docs/reference/abi-probe.schema.json").read_text())
+
+
+def test_the_answer_is_what_the_schema_says(environment, schema):
+    jsonschema.validate(run(str(environment)), schema)
+
+
+def test_a_failure_is_what_the_schema_says(tmp_path, schema):
+    jsonschema.validate(run(str(tmp_path)), schema)
+
+
+def test_the_schema_knows_every_key(environment, schema):
+    said = run(str(environment))
+    assert set(said) == set(schema["$defs"]["answer"]["properties"])
+    assert {key for file in said["files"] for key in file} == set(schema["$defs"]["file"]["properties"])
 
 
 def test_wanted_names_are_looked_for_and_remembered(environment):
