@@ -1542,7 +1542,7 @@ class Fault:
     def __init__(self, text):
         match = re.fullmatch(r"([a-z-]+):(\d+)@(\w+)", text)
         if not match or match.group(1) not in FAULTS:
-            raise ValueError("KIND:RANK@BACKEND with KIND one of " + ", ".join(FAULTS))
+            raise argparse.ArgumentTypeError("KIND:RANK@BACKEND with KIND one of " + ", ".join(FAULTS))
         self.kind, self.rank, self.backend = match.group(1), int(match.group(2)), match.group(3)
 
     def strikes(self, context, backend, *kinds):
