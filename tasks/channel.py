@@ -60,10 +60,15 @@ class Channel(Protocol):
 def open_channel(host: Host, argv: Iterable[str]) -> Channel:
     """Start a command on a host, as root where the host's ``_sudo`` (or the operation's) says so.
 
-    Raises HostError for a connector that cannot stream, OSError when the connection is gone.
+    A connector of another kind may bring an ``open_channel(command)`` of its own. Raises HostError for one
+    that cannot stream, OSError when the connection is gone.
     """
     command = _raw_command(host, argv)
     connector: Any = host.connector
+    own = getattr(connector, "open_channel", None)
+    if own is not None:
+        channel: Channel = own(command)
+        return channel
     client = getattr(connector, "client", None)
     if isinstance(client, paramiko.SSHClient):
         return _SshChannel(client, command)
