@@ -969,6 +969,8 @@ class Loader:
         self.machine = machine
         self._cache = cache
         self._library_path = tuple(library_path)
+        # The executable's RPATH serves every load of its process, as conda's Python relies on.
+        self.executable: Optional[Object] = None
         self._objects: Dict[str, Optional[Object]] = {}
         self._by_identity: Dict[Tuple[int, int], Object] = {}
         self.unreadable: Dict[str, str] = {}
@@ -1005,8 +1007,8 @@ class Loader:
         needer = chain[0]
         directories: List[str] = []
         if not needer.elf.runpath:
-            for link in chain:
-                if not link.elf.runpath:
+            for link in (*chain, self.executable):
+                if link is not None and not link.elf.runpath:
                     directories += link.directories(link.elf.rpath)
         directories += self._library_path
         directories += needer.directories(needer.elf.runpath)
@@ -1187,6 +1189,7 @@ class Environment:
             path = os.path.realpath(os.path.join(self.prefix, "bin", name))
             found = self.loader.object(path)
             if found is not None:
+                self.loader.executable = found
                 return found
         return None
 
@@ -1228,7 +1231,6 @@ class Process:
         self.torch_site: Optional[str] = None
         if environment.interpreter is not None:
             self._add(environment.interpreter, is_global=True)
-        self.base_count = len(self.order)
         self.torch_site = next((site for site in environment.sites if os.path.isfile(site + "/torch/version.py")), None)
         if self.torch_site is None:
             return

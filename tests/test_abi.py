@@ -698,6 +698,32 @@ def test_a_torch_that_misses_a_library_is_broken():
     assert verdicts["torch"].findings[0].needed_by == "libc10.so"
 
 
+def test_a_torch_with_a_damaged_library_is_broken():
+    path = "/opt/env/lib/python3.12/site-packages/torch/lib/libtorch_python.so"
+    document = answer(unreadable={path: {"problem": "truncated", "distribution": "torch"}})
+    verdicts = {v.name: v for v in judge_environment(parse_environment(document))}
+    assert verdicts["torch"].level is Level.BROKEN_LIBRARY
+    assert verdicts["torch"].findings[0].file == "torch/lib/libtorch_python.so"
+
+
+def test_without_an_interpreter_its_names_are_not_missed():
+    document = without_missing(answer(interpreter=None))
+    document["process"]["global"] = []
+    verdicts = {v.name: v for v in judge_environment(parse_environment(document))}
+    assert verdicts["ext"].level is Level.OK
+
+
+def test_what_an_installed_library_misses_breaks_the_wheel_that_needs_it():
+    document = answer()
+    document["files"][3]["soname"] = "libext.so"
+    site = document["sites"][0]
+    file = extension("new/_C.so", needed=("_C.so",), search_paths=("$ORIGIN/../ext",))
+    assert f"{site}/ext/_C.so" == document["files"][3]["path"]
+    renamed = dataclasses.replace(file, path="new/_new.so")
+    verdict = judge(wheel(renamed), parse_environment(document))
+    assert kinds(verdict)[0] == ("broken-library", "_new.so", "libcuda.so.1")
+
+
 def test_an_unreadable_file_of_an_environment_is_never_sound():
     path = "/opt/env/lib/python3.12/site-packages/ext/_D.so"
     document = without_missing(answer(unreadable={path: {"problem": "truncated", "distribution": "ext"}}))

@@ -145,8 +145,10 @@ class InstalledEnvironment:
     @property
     def broken_torch(self) -> tuple[tuple[str, str], ...]:
         """Return the libraries that `import torch` itself does not find, with the files that need them."""
-        files = self._answer.files
-        return tuple((name, files[n].path.rsplit("/", 1)[-1]) for name, n in self._answer.process.missing)
+        return self._pairs(self._answer.process.missing)
+
+    def _pairs(self, missing: Iterable[tuple[str, int]]) -> tuple[tuple[str, str], ...]:
+        return tuple((name, self._answer.files[n].path.rsplit("/", 1)[-1]) for name, n in missing)
 
     @property
     def distributions(self) -> tuple[Distribution, ...]:
@@ -178,7 +180,7 @@ class InstalledEnvironment:
         before = tuple(probed.siblings)
         return Load(
             scope=self._with_global(self._libraries[n] for n in probed.scope),
-            missing=tuple((name, self._answer.files[n].path.rsplit("/", 1)[-1]) for name, n in probed.missing),
+            missing=self._pairs(probed.missing),
             loaded_before=before,
         )
 
@@ -207,7 +209,10 @@ class InstalledEnvironment:
                     (n for p in self._search(needer) if (n := self._numbers.get(f"{p}/{name}")) is not None), None
                 )
             if number is not None:
-                scope += [self._libraries[n] for n in self._answer.files[number].scope or (number,)]
+                entry = self._answer.files[number]
+                scope += [self._libraries[n] for n in entry.scope or (number,)]
+                if self._libraries[number].file is not None:
+                    missing += self._pairs(entry.missing)
             elif name in siblings:
                 other = siblings[name]
                 scope.append(library_of(other))
@@ -238,7 +243,9 @@ class InstalledEnvironment:
 
     def _with_global(self, scope: Iterable[Library]) -> tuple[Library, ...]:
         """Return a scope with the process's global scope before it, as the loader searches."""
-        return (*(self._libraries[n] for n in self._answer.process.global_), *scope)
+        whole = (*(self._libraries[n] for n in self._answer.process.global_), *scope)
+        # Without the interpreter nobody has looked at who has Python's names.
+        return whole if self._answer.interpreter is not None else (Library("the Python interpreter"), *whole)
 
     def _relative(self, path: str) -> str:
         for site in self._answer.sites:

@@ -233,6 +233,7 @@ def _judge_torch(distribution: Distribution, environment: InstalledEnvironment) 
         _missing_library(f"torch/lib/{needed_by}", library, needed_by, _Catalogue(()))
         for library, needed_by in environment.broken_torch
     )
+    findings += tuple(_unreadable(file) for file in distribution.files if file.problem is not None)
     level = Level.BROKEN_LIBRARY if findings else Level.OK
     files = (FileVerdict("torch/lib/libtorch_python.so", level, level, findings),)
     return Verdict(distribution.name, distribution.version, environment.version, level, files)
@@ -303,12 +304,7 @@ def _findings(
     file: SharedFile, distribution: Distribution, torch: TorchSide, known: _Catalogue
 ) -> Iterator[AbiFinding]:
     if file.problem is not None:
-        yield AbiFinding(
-            "broken-library",
-            file.path,
-            f"the file cannot be read as a shared object: {file.problem}",
-            "reinstall the distribution, or install a build for this machine",
-        )
+        yield _unreadable(file)
         return
     load = torch.load(file, distribution)
     for library, needed_by in load.missing:
@@ -332,6 +328,15 @@ def _findings(
 
 
 _PYTHON_TAG = re.compile(r"\.cpython-(\d)(\d+)[-.]")
+
+
+def _unreadable(file: SharedFile) -> AbiFinding:
+    return AbiFinding(
+        "broken-library",
+        file.path,
+        f"the file cannot be read as a shared object: {file.problem}",
+        "reinstall the distribution, or install a build for this machine",
+    )
 
 
 def _missing_library(path: str, library: str, needed_by: str, known: _Catalogue) -> AbiFinding:

@@ -490,6 +490,14 @@ def test_search_path_of_the_loader_chain(tree, kind, found):
     assert list(load.missing) == missing
 
 
+@pytest.mark.parametrize(("kind", "is_found"), [("rpath", True), ("runpath", False)])
+def test_the_executables_rpath_serves_every_load(tree, kind, is_found):
+    tree.write("conda/lib/libstdc++.so.6")
+    tree.loader.executable = tree.loader.object(tree.write("conda/bin/python3", **{kind: "$ORIGIN/../lib"}))
+    top = tree.write("site/_C.so", needed=["libstdc++.so.6"])
+    assert any("conda" in found.path for found in tree.load(top).scope) is is_found
+
+
 def test_a_copy_answers_to_its_soname_only_once_it_is_loaded(tree):
     # A wheel's own copy keeps the soname of the library that it copies.
     copy = tree.write("x.libs/libcudart.e8e8b82a.so.12", soname="libcudart.so.12")
