@@ -311,10 +311,25 @@ def test_bandwidths_for_a_gate(history: History) -> None:
     )
     key = BandwidthKey("NVIDIA H200", 8, "NVLink4", "2.27.7", "NVLS", 2**30)
     assert history.own_bandwidths("gpu-01") == (Bandwidth(key, 460.0, "pass"), Bandwidth(key, 464.0, "pass"))
+    assert history.own_bandwidths("gpu-01", without_run="r2") == (Bandwidth(key, 464.0, "pass"),)
+    assert history.latest_bandwidths("gpu-01") == (
+        "r2",
+        (Bandwidth(key, 460.0, "pass"), Bandwidth(key, 200.0, "fail")),
+    )
+    assert history.latest_bandwidths("gpu-04") == (None, ())
     assert set(history.fleet_bandwidths(without="gpu-01")) == {
         Bandwidth(key, 465.0, "pass"),
         Bandwidth(key, 466.0, None),
     }
+
+
+def test_findings_that_were_known_before(history: History) -> None:
+    assert history.known_findings("gpu-01") is None
+    history.record(whole_run())
+    note = FINDING.model_copy(update={"code": "BU-LNK-009", "severity": "info"})
+    history.record([events.FindingSeen(time_s=103, run="r1", host="gpu-01", finding=note)])
+    assert history.known_findings("gpu-01") == {"BU-LNK-002"}
+    assert history.known_findings("gpu-02") == frozenset()
 
 
 def test_pruning_forgets_old_runs_and_keeps_what_is_known_of_hosts(history: History) -> None:

@@ -48,6 +48,15 @@ from bringup.rollout import Bandwidth, BandwidthKey
 _T = TypeVar("_T", DifferenceRow, FindingRow, StepRow, MeasurementRow)
 _LOG = logging.getLogger("bringup.history")
 
+_IS_BANDWIDTH = (
+    MeasurementRow.state == "measured",
+    MeasurementRow.busbw_gb_per_s.is_not(None),
+    MeasurementRow.payload_bytes.is_not(None),
+    MeasurementRow.gpu_model.is_not(None),
+    MeasurementRow.gpus.is_not(None),
+)
+_IS_GOOD = (MeasurementRow.verdict.is_distinct_from("fail"),)
+
 # These hold words of ours or names, and masking must not tear them apart; everything else may be masked.
 _STRUCTURE = (
     ("event",),
@@ -371,28 +380,68 @@ class History:
                 for row, command in session.execute(latest)
             )
 
-    def own_bandwidths(self, host: str, *, most: int = 20) -> tuple[Bandwidth, ...]:
-        """Return the last good bandwidths of a host, the newest first.
+    def own_bandwidths(self, host: str, *, without_run: str | None = None, most: int = 200) -> tuple[Bandwidth, ...]:
+        """Return the last good bandwidths of a host, the newest first, without those of one run.
 
         Those that failed their limit are left out: a host must not become its own excuse.
         """
         rows = (
-            _bandwidth_rows()
-            .where(MeasurementRow.host == host)
+            select(MeasurementRow)
+            .where(*_IS_BANDWIDTH, *_IS_GOOD, MeasurementRow.host == host)
+            .where(MeasurementRow.run_id.is_distinct_from(without_run))
             .order_by(MeasurementRow.time_s.desc(), MeasurementRow.id.desc())
             .limit(most)
         )
         with self.database.reading() as session:
             return tuple(_bandwidth(row) for row in session.scalars(rows))
 
-    def fleet_bandwidths(self, *, without: str) -> tuple[Bandwidth, ...]:
-        """Return the latest good bandwidth of every other host for each thing that it measured."""
-        rows = (
-            _bandwidth_rows().where(MeasurementRow.host != without).order_by(MeasurementRow.time_s, MeasurementRow.id)
+    def latest_bandwidths(self, host: str) -> tuple[str | None, tuple[Bandwidth, ...]]:
+        """Return the last run that measured a host, and its bandwidths, good or not. None: there is no such run."""
+        newest = (
+            select(MeasurementRow.run_id)
+            .where(*_IS_BANDWIDTH, MeasurementRow.host == host)
+            .order_by(MeasurementRow.time_s.desc(), MeasurementRow.id.desc())
+            .limit(1)
         )
         with self.database.reading() as session:
-            latest = {(row.host, _bandwidth(row).key): _bandwidth(row) for row in session.scalars(rows)}
-        return tuple(latest.values())
+            run = session.scalar(newest)
+            rows = session.scalars(
+                select(MeasurementRow)
+                .where(*_IS_BANDWIDTH, MeasurementRow.host == host, MeasurementRow.run_id == run)
+                .order_by(MeasurementRow.id)
+            )
+            return run, tuple(_bandwidth(row) for row in rows)
+
+    def fleet_bandwidths(self, *, without: str) -> tuple[Bandwidth, ...]:
+        """Return the latest good bandwidth of every other host for each thing that it measured."""
+        table = MeasurementRow
+        of = (table.host, table.gpu_model, table.gpus, table.topology, table.nccl_version, table.algorithm)
+        place = func.row_number().over(
+            partition_by=(*of, table.payload_bytes), order_by=(table.time_s.desc(), table.id.desc())
+        )
+        ranked = (
+            select(table.id, place.label("place")).where(*_IS_BANDWIDTH, *_IS_GOOD, table.host != without).subquery()
+        )
+        rows = select(table).join(ranked, ranked.c.id == table.id).where(ranked.c.place == 1).order_by(table.host)
+        with self.database.reading() as session:
+            return tuple(_bandwidth(row) for row in session.scalars(rows))
+
+    def known_findings(self, host: str) -> frozenset[str] | None:
+        """Return the codes of errors and warnings of the last run that ended with a host; None: there is none."""
+        newest = (
+            select(HostResultRow.run_id)
+            .where(HostResultRow.host == host, HostResultRow.ended_s.is_not(None))
+            .order_by(HostResultRow.ended_s.desc())
+            .limit(1)
+        )
+        with self.database.reading() as session:
+            run = session.scalar(newest)
+            if run is None:
+                return None
+            codes = select(FindingRow.code).where(
+                FindingRow.run_id == run, FindingRow.host == host, FindingRow.severity != "info"
+            )
+            return frozenset(session.scalars(codes))
 
     def _host_result(self, session: Session, row: HostResultRow) -> HostResult:
         def told(table: type[_T]) -> Sequence[_T]:
@@ -519,17 +568,6 @@ def _columns(row: Base) -> dict[str, Any]:
     names = {column.key for column in row.__mapper__.column_attrs}
     unwanted = {"id", "run_id", "host", "key", "time_s"}
     return {name: getattr(row, name) for name in names - unwanted}
-
-
-def _bandwidth_rows() -> Any:
-    return select(MeasurementRow).where(
-        MeasurementRow.state == "measured",
-        MeasurementRow.busbw_gb_per_s.is_not(None),
-        MeasurementRow.payload_bytes.is_not(None),
-        MeasurementRow.gpu_model.is_not(None),
-        MeasurementRow.gpus.is_not(None),
-        MeasurementRow.verdict.is_distinct_from("fail"),
-    )
 
 
 def _bandwidth(row: MeasurementRow) -> Bandwidth:
