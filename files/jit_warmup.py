@@ -191,27 +191,27 @@ class Warmup:
     def ask(self, task, names, environment, limit_s, wrap=(), user=None):
         """Run one task in the environment's interpreter; return (value, error)."""
         reading, writing = os.pipe()
-        command = [
-            *wrap,
-            self.options.python,
-            os.path.abspath(__file__),
-            "--child",
-            task,
-            str(writing),
-            ",".join(names),
-        ]
-        child = subprocess.Popen(
-            command,
-            env=environment,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=[writing],
-            start_new_session=True,
-            preexec_fn=become(user),
-        )
-        os.close(writing)
+        # Through stdin, opened here: the script itself may be readable by root only.
+        command = [*wrap, self.options.python, "-", "--child", task, str(writing), ",".join(names)]
+        source = open(os.path.abspath(__file__), "rb")  # noqa: SIM115 (closed below, after the child has it)
+        try:
+            child = subprocess.Popen(
+                command,
+                env=environment,
+                cwd="/",
+                stdin=source,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[writing],
+                start_new_session=True,
+                preexec_fn=become(user),
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            os.close(reading)
+            return None, "cannot run {}: {}".format(self.options.python, error)
+        finally:
+            source.close()
+            os.close(writing)
         with self.lock:
             self.children.add(child)
         try:
