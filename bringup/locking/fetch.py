@@ -7,7 +7,7 @@ import html
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -82,6 +82,7 @@ def fetch_files(
     cache = cache or cache_dir()
     missing = [file for file in files if not _is_served(mirror_dir, file)]
     wanted = [file for file in missing if not _is_cached(cache, file)]
+    downloaded_bytes = 0
     if wanted:
         found = addresses or locate(wanted, platform, sources)
         with http.client(sources.default.certificate, direct=sources.direct) as client:
@@ -89,14 +90,17 @@ def fetch_files(
                 say(f"{file.file} ({file.size_bytes / 1e6:.1f} MB)")
                 target = cache / file.file
                 url = found[file.file]
-                http.download(client, url, target, size=file.size_bytes, sha256=file.sha256, auth=sources.login(url))
+                login = sources.login(url)
+                downloaded_bytes += http.download(
+                    client, url, target, size=file.size_bytes, sha256=file.sha256, auth=login
+                )
     for file in missing:
         _serve(mirror_dir, file, cache / file.file)
     return Fetched(
         downloaded=len(wanted),
         cached=len(missing) - len(wanted),
         present=len(files) - len(missing),
-        downloaded_bytes=sum(file.size_bytes for file in wanted),
+        downloaded_bytes=downloaded_bytes,
     )
 
 
@@ -107,9 +111,7 @@ def _directory(mirror_dir: Path, file: LockedFile) -> Path:
 def _is_served(mirror_dir: Path, file: LockedFile) -> bool:
     directory = _directory(mirror_dir, file)
     path = directory / file.file
-    return (
-        path.is_file() and path.stat().st_size == file.size_bytes and _listed(directory).get(file.file) == file.sha256
-    )
+    return path.is_file() and path.stat().st_size == file.size_bytes and listed(directory).get(file.file) == file.sha256
 
 
 def _is_cached(cache: Path, file: LockedFile) -> bool:
@@ -132,13 +134,13 @@ def _serve(mirror_dir: Path, file: LockedFile, source: Path) -> None:
         shutil.copyfile(source, beside)
     beside.chmod(0o644)
     beside.replace(directory / file.file)
-    _write_index(directory, {**_listed(directory), file.file: file.sha256})
+    _write_page(directory / "index.html", distribution_page({**listed(directory), file.file: file.sha256}))
     root = directory.parent
-    names = sorted(each.name for each in root.iterdir() if (each / "index.html").is_file())
-    _write_page(root / "index.html", (f'<a href="{name}/">{name}</a>' for name in names))
+    names = [each.name for each in root.iterdir() if (each / "index.html").is_file()]
+    _write_page(root / "index.html", index_page(names))
 
 
-def _listed(directory: Path) -> dict[str, str]:
+def listed(directory: Path) -> dict[str, str]:
     """Return SHA-256 by file name as the index page of one distribution has them."""
     page = directory / "index.html"
     if not page.is_file():
@@ -147,18 +149,25 @@ def _listed(directory: Path) -> dict[str, str]:
     return {unquote(name).rsplit("/", 1)[-1]: sha256 for name, sha256 in _ANCHOR.findall(text)}
 
 
-def _write_index(directory: Path, files: dict[str, str]) -> None:
-    _write_page(
-        directory / "index.html",
-        (
-            f'<a href="{html.escape(quote(name))}#sha256={sha256}">{html.escape(name)}</a>'
-            for name, sha256 in sorted(files.items())
-        ),
+def distribution_page(files: Mapping[str, str]) -> str:
+    """Return the index page of one distribution (PEP 503); ``files`` is SHA-256 by file name."""
+    return _page(
+        f'<a href="{html.escape(quote(name))}#sha256={sha256}">{html.escape(name)}</a>'
+        for name, sha256 in sorted(files.items())
     )
 
 
-def _write_page(page: Path, anchors: Iterable[str]) -> None:
+def index_page(names: Iterable[str]) -> str:
+    """Return the page of a whole index: one link for each distribution."""
+    return _page(f'<a href="{name}/">{name}</a>' for name in sorted(names))
+
+
+def _page(anchors: Iterable[str]) -> str:
     body = "\n".join(f"{anchor}<br>" for anchor in anchors)
+    return f"<!DOCTYPE html>\n<html><body>\n{body}\n</body></html>\n"
+
+
+def _write_page(page: Path, text: str) -> None:
     beside = page.with_name(f".{page.name}.new")
-    beside.write_text(f"<!DOCTYPE html>\n<html><body>\n{body}\n</body></html>\n", encoding="utf-8")
+    beside.write_text(text, encoding="utf-8")
     beside.replace(page)

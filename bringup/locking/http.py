@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from typing import IO
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx
 
@@ -53,7 +55,7 @@ def read(http: httpx.Client, url: str, *, limit_bytes: int = 256 << 20) -> bytes
     if response.status_code == httpx.codes.NOT_FOUND:
         return None
     if len(response.content) > limit_bytes:
-        raise BringupError(f"{url} is larger than {limit_bytes} bytes")
+        raise BringupError(f"{shown(url)} is larger than {limit_bytes} bytes")
     return response.content
 
 
@@ -69,60 +71,158 @@ def size_bytes(http: httpx.Client, url: str, *, auth: Login = None) -> int:
     length = response.headers.get("content-length", "")
     if response.status_code != httpx.codes.OK or not length.isdigit():
         raise BringupError(
-            f"{url}: no size",
+            f"{shown(url)}: no size",
             why=f"the server answered {response.status_code} without a Content-Length",
         )
     return int(length)
 
 
-def download(http: httpx.Client, url: str, target: Path, *, size: int, sha256: str, auth: Login = None) -> None:
-    """Write the file behind ``url`` to ``target``, whole or not at all.
+def download(
+    http: httpx.Client,
+    url: str,
+    target: Path,
+    *,
+    size: int,
+    sha256: str,
+    auth: Login = None,
+    seen: Callable[[int], None] = lambda _: None,
+) -> int:
+    """Write the file behind ``url`` to ``target``, whole or not at all; return how many bytes were sent for it.
 
-    Raises BringupError when size or hash differ from what was locked, naming both.
+    What an interrupted download left beside ``target`` is gone on with, where the server can. ``seen`` is told how
+    many bytes more (or fewer: a new start) are there. Raises BringupError when size or hash differ from what was
+    locked, naming both.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
+    part = target.with_name(f".{target.name}.{sha256[:12]}.part")
+    sent = 0
+    with _own(part) as file:
+        if _holds(target, size, sha256):  # another process fetched it while this one waited
+            part.unlink()
+            seen(size)
+            return 0
+        transfer = _Transfer(http, url, file, size, auth, seen)
         for attempt in range(1, TRIES + 1):
+            is_whole = transfer.take_up() == 0
             try:
-                _stream(http, url, part, size=size, sha256=sha256, auth=auth)
-                break
+                sent += transfer.receive()
+                if transfer.is_right(sha256) or is_whole:
+                    break
+                transfer.start_over()  # what was left there belongs to another file, or was torn
             except httpx.HTTPError as error:
-                if attempt == TRIES:
-                    raise BringupError(f"cannot fetch {url}", why=_reason(error)) from None
+                sent += transfer.sent
+                is_final = isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
+                if is_final or attempt == TRIES:
+                    raise BringupError(f"cannot fetch {shown(url)}", why=_reason(error)) from None
                 time.sleep(attempt)
+        if not transfer.is_right(sha256):
+            part.unlink()
+            raise BringupError(
+                f"{shown(url)} is not the locked file",
+                why=f"wanted sha256 {sha256} in {size} bytes, found {transfer.found()}",
+            )
         part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    return sent
 
 
-def _stream(http: httpx.Client, url: str, part: Path, *, size: int, sha256: str, auth: Login) -> None:
-    digest = hashlib.sha256()
-    length = 0
-    with part.open("wb") as file:
-        for chunk in _chunks(http, url, auth):
-            length += len(chunk)
-            if length > size:
-                break
-            digest.update(chunk)
-            file.write(chunk)
-    if length != size or digest.hexdigest() != sha256:
-        found = f"{digest.hexdigest()} in {length} bytes" if length <= size else f"more than {size} bytes"
-        raise BringupError(
-            f"{url} is not the locked file",
-            why=f"wanted sha256 {sha256} in {size} bytes, found {found}",
-        )
+class _Transfer:
+    """The bytes of one file as they arrive, after those that an earlier attempt left."""
+
+    def __init__(
+        self, http: httpx.Client, url: str, file: IO[bytes], size: int, auth: Login, seen: Callable[[int], None]
+    ) -> None:
+        self._http = http
+        self._url = url
+        self._file = file
+        self._size = size
+        self._auth = auth
+        self._seen = seen
+        self._told = 0
+        self.start_over()
+
+    def take_up(self) -> int:
+        """Read what is there already and return its size in bytes; more than the whole file is nothing."""
+        self._digest, self._length, self.sent = hashlib.sha256(), 0, 0
+        self._file.seek(0)
+        while chunk := self._file.read(_CHUNK_BYTES):
+            self._digest.update(chunk)
+            self._length += len(chunk)
+        if self._length > self._size:
+            self.start_over()
+        self._tell()
+        return self._length
+
+    def start_over(self) -> None:
+        """Forget what is there."""
+        self._digest, self._length, self.sent = hashlib.sha256(), 0, 0
+        self._file.seek(0)
+        self._file.truncate()
+
+    def receive(self) -> int:
+        """Append the rest of the file and return how many bytes were sent for it."""
+        if self._length < self._size:
+            for chunk in self._chunks():
+                self._file.write(chunk)
+                self._digest.update(chunk)
+                self._length += len(chunk)
+                self.sent += len(chunk)
+                self._tell()
+                if self._length > self._size:
+                    break
+            self._file.flush()
+        return self.sent
+
+    def is_right(self, sha256: str) -> bool:
+        """Return whether the file is there whole, with this hash."""
+        return self._length == self._size and self._digest.hexdigest() == sha256
+
+    def found(self) -> str:
+        """Say what is there instead."""
+        if self._length > self._size:
+            return f"more than {self._size} bytes"
+        return f"{self._digest.hexdigest()} in {self._length} bytes"
+
+    def _tell(self) -> None:
+        if self._length != self._told:
+            self._seen(self._length - self._told)
+            self._told = self._length
+
+    def _chunks(self) -> Iterator[bytes]:
+        if self._url.startswith("file:"):
+            with _local(self._url).open("rb") as source:
+                source.seek(self._length)
+                while chunk := source.read(_CHUNK_BYTES):
+                    yield chunk
+            return
+        headers = {"Accept-Encoding": "identity"}
+        if self._length:
+            headers["Range"] = f"bytes={self._length}-"
+        with self._http.stream("GET", self._url, headers=headers, auth=self._auth) as response:
+            response.raise_for_status()
+            wanted = f"bytes {self._length}-"
+            is_rest = response.status_code == httpx.codes.PARTIAL_CONTENT
+            if self._length and not (is_rest and response.headers.get("content-range", "").startswith(wanted)):
+                self.start_over()  # the server knows no ranges and sends the whole file
+            yield from response.iter_bytes(_CHUNK_BYTES)
 
 
-def _chunks(http: httpx.Client, url: str, auth: Login) -> Iterator[bytes]:
-    if url.startswith("file:"):
-        with _local(url).open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                yield chunk
-        return
-    with http.stream("GET", url, headers={"Accept-Encoding": "identity"}, auth=auth) as response:
-        response.raise_for_status()
-        yield from response.iter_bytes(_CHUNK_BYTES)
+@contextmanager
+def _own(part: Path) -> Iterator[IO[bytes]]:
+    """Open an unfinished file for this process alone; wait for another one that is at it."""
+    while True:
+        with part.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # The one that held it has renamed it when it was done: this is another file then.
+            if part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat()):
+                yield file
+                return
+
+
+def _holds(path: Path, size: int, sha256: str) -> bool:
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
 
 def _asked(
@@ -135,10 +235,10 @@ def _asked(
                 break
         except httpx.HTTPError as error:
             if attempt == TRIES:
-                raise BringupError(f"cannot reach {url}", why=_reason(error)) from None
+                raise BringupError(f"cannot reach {shown(url)}", why=_reason(error)) from None
         time.sleep(0.5 * attempt)
     if response.status_code >= 400 and response.status_code != httpx.codes.NOT_FOUND:
-        raise BringupError(f"cannot read {url}", why=f"the server answered {response.status_code}")
+        raise BringupError(f"cannot read {shown(url)}", why=f"the server answered {response.status_code}")
     return response
 
 
@@ -146,5 +246,13 @@ def _local(url: str) -> Path:
     return Path(unquote(urlsplit(url).path))
 
 
+def shown(url: str) -> str:
+    """Return an address as it may be printed: without credentials."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
 def _reason(error: httpx.HTTPError) -> str:
+    if isinstance(error, httpx.HTTPStatusError):  # its own text quotes the address, credentials and all
+        return f"the server answered {error.response.status_code}"
     return str(error) or type(error).__name__

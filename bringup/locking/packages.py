@@ -122,7 +122,7 @@ def lock_packages(
 def _published_key(client: httpx.Client, address: str) -> bytes:
     key = http.read(client, address)
     if key is None:
-        raise InputError(f"no key at {address}", hint="name the repository's public key with --apt-key")
+        raise InputError(f"no key at {http.shown(address)}", hint="name the repository's public key with --apt-key")
     return key
 
 

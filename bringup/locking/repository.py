@@ -14,7 +14,7 @@ import httpx
 
 from bringup.errors import BringupError, InputError
 from bringup.locking.debian import Package, paragraphs, parse_packages
-from bringup.locking.http import read
+from bringup.locking.http import read, shown
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,40 @@ class Repository:
     release_sha256: str
 
 
+@dataclass(frozen=True)
+class Listing:
+    """The text of a signed ``Packages`` index: where it was read, whose it is, and the hash of its Release file."""
+
+    source: str
+    text: str
+    origin: str
+    release_sha256: str
+
+
 def read_repository(http: httpx.Client, url: str, *, architecture: str, key: bytes, fingerprint: str) -> Repository:
     """Return the packages of the flat repository at ``url``, its signature checked.
 
     ``key`` is the public key, armoured or not; ``fingerprint`` is what that key must be. Raises BringupError
     when the repository cannot be read, and InputError when the signature or a hash does not hold.
     """
+    listing = read_listing(http, url, key=key, fingerprint=fingerprint)
+    return Repository(
+        url=shown(url.rstrip("/")),
+        origin=listing.origin,
+        packages=parse_packages(listing.text, architecture, source=listing.source),
+        release_sha256=listing.release_sha256,
+    )
+
+
+def read_listing(http: httpx.Client, url: str, *, key: bytes, fingerprint: str) -> Listing:
+    """Return the index of the flat repository at ``url`` as text; raises what ``read_repository`` raises."""
     base = url.rstrip("/")
     signed = read(http, f"{base}/InRelease")
     if signed is None:
         raise BringupError(
-            f"no apt repository at {base}", why="it has no InRelease file", hint="is the address complete?"
+            f"no apt repository at {shown(base)}", why="it has no InRelease file", hint="is the address complete?"
         )
-    release = verified(signed, key=key, fingerprint=fingerprint, source=f"{base}/InRelease")
+    release = verified(signed, key=key, fingerprint=fingerprint, source=f"{shown(base)}/InRelease")
     fields = next(paragraphs(release), {})
     digests = {
         name: (digest, int(size))
@@ -56,18 +77,17 @@ def read_repository(http: httpx.Client, url: str, *, architecture: str, key: byt
         digest, size = digests.get(name) or digests[f"./{name}"]
         if len(content) != size or hashlib.sha256(content).hexdigest() != digest:
             raise InputError(
-                f"{base}/{name} is not what its Release file signed",
+                f"{shown(base)}/{name} is not what its Release file signed",
                 why=f"wanted sha256 {digest} in {size} bytes",
                 hint="a mirror in the middle of an update: try again",
             )
-        text = opened(content).decode("utf-8", errors="replace")
-        return Repository(
-            url=base,
+        return Listing(
+            source=f"{shown(base)}/{name}",
+            text=opened(content).decode("utf-8", errors="replace"),
             origin=fields.get("Origin", ""),
-            packages=parse_packages(text, architecture, source=f"{base}/{name}"),
             release_sha256=hashlib.sha256(release.encode()).hexdigest(),
         )
-    raise InputError(f"{base}: its Release file lists no Packages index with a SHA256")
+    raise InputError(f"{shown(base)}: its Release file lists no Packages index with a SHA256")
 
 
 def verified(signed: bytes, *, key: bytes, fingerprint: str, source: str) -> str:
