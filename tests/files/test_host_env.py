@@ -154,9 +154,7 @@ def test_credentials_reach_the_index_and_leave_nothing_behind(bench: Bench) -> N
     bench.run(order, "install", "a")
     assert bench.last("install")["added"] == {"one": "1"}
     bench.run(order, "finish")
-    secret = subprocess.run(
-        ["grep", "-rl", "s3cret-word", bench.root], capture_output=True, text=True, check=False
-    )
+    secret = subprocess.run(["grep", "-rl", "s3cret-word", bench.root], capture_output=True, text=True, check=False)
     assert secret.stdout == ""
 
 
@@ -269,7 +267,15 @@ OLD = "".join(f"line_{number} = {number}\n" for number in range(40))
         pytest.param("", id="emptied"),
     ],
 )
-def test_a_patch_changes_the_file_and_its_record_but_not_the_cache(bench: Bench, new: str) -> None:
+def test_a_unified_diff_gives_the_new_text(new: str) -> None:
+    builder = paths.host_script("host_env")
+    hunks = builder.parse_diff(diff_of("one/x.py", OLD, new))
+    assert list(hunks) == ["one/x.py"]
+    assert builder.patched(OLD.encode(), hunks["one/x.py"], "one/x.py").decode() == new
+
+
+def test_a_patch_changes_the_file_and_its_record_but_not_the_cache(bench: Bench) -> None:
+    new = OLD.replace("line_20 = 20", "line_20 = 'x'")
     files = {"a": [bench.index.add("one", "1", {"one/x.py": OLD, "one/__init__.py": ""})]}
     plain = bench.build(bench.order(files, digest="aaaaaaaaaaaa"))
     one = {
@@ -292,13 +298,12 @@ def test_a_patch_changes_the_file_and_its_record_but_not_the_cache(bench: Bench,
     ("change", "problem"),
     [
         pytest.param({"version": "2"}, "version wanted 2, found 1", id="another version"),
+        pytest.param({"distribution": "two"}, "version wanted 1, found None", id="not installed"),
         pytest.param(
             {"files": {"one.py": {"before": "0" * 64, "after": "0" * 64}}}, "before the patch", id="another file"
         ),
         pytest.param(
-            {"files": {"one.py": {"before": sha("a = 1\n"), "after": "0" * 64}}},
-            "after the patch",
-            id="another result",
+            {"files": {"one.py": {"before": sha("a = 1\n"), "after": "0" * 64}}}, "after the patch", id="another result"
         ),
         pytest.param({"diff": diff_of("one.py", "b = 1\n", "b = 2\n")}, "line 1 is not what", id="does not fit"),
         pytest.param({"diff": diff_of("two.py", "a = 1\n", "a = 2\n")}, "does not touch one.py", id="other path"),
@@ -306,9 +311,18 @@ def test_a_patch_changes_the_file_and_its_record_but_not_the_cache(bench: Bench,
             {"files": {"../x": {"before": "0" * 64, "after": "0" * 64}}}, "leaves the environment", id="outside"
         ),
         pytest.param({"diff": "+++ b/one.py\n@@ -1 +1 @@\n-a = 1\n"}, "ends within a hunk", id="cut off"),
+        pytest.param(
+            {"diff": diff_of("one.py", "a = 1\n", "a = 2\n") + diff_of("three.py", "", "c = 1\n")},
+            "without recorded hashes: three.py",
+            id="one file too many",
+        ),
     ],
 )
-def test_a_patch_that_does_not_fit_changes_nothing(bench: Bench, change: dict[str, object], problem: str) -> None:
+def test_a_patch_that_does_not_fit_changes_nothing(tmp_path: Path, change: dict[str, object], problem: str) -> None:
+    info = tmp_path / "one-1.dist-info"
+    info.mkdir()
+    (info / "RECORD").write_text("one.py,,\n")
+    (tmp_path / "one.py").write_text("a = 1\n")
     one = {
         "distribution": "one",
         "version": "1",
@@ -316,12 +330,40 @@ def test_a_patch_that_does_not_fit_changes_nothing(bench: Bench, change: dict[st
         "files": {"one.py": {"before": sha("a = 1\n"), "after": sha("a = 2\n")}},
         **change,
     }
-    order = bench.order({"a": [bench.index.add("one", "1", {"one.py": "a = 1\n"})]}, patches=[one])
-    bench.run(order, "create")
-    bench.run(order, "install", "a")
-    bench.run(order, "patch")
-    assert problem in bench.last("patch")["patches"][0]["problem"]
-    assert (site(Path(order["env"])) / "one.py").read_text() == "a = 1\n"
+    result = paths.host_script("host_env").apply_patch("/no/environment", str(tmp_path), one)
+    assert problem in result["problem"]
+    assert (tmp_path / "one.py").read_text() == "a = 1\n"
+    assert (info / "RECORD").read_text() == "one.py,,\n"
+
+
+def test_a_wheel_whose_own_record_is_wrong_gets_a_true_one(bench: Bench) -> None:
+    file = bench.index.add("one", "1", {"one.py": "a = 1\n", "two.py": ""}, spoil="one.py")
+    env = bench.build(bench.order({"a": [file]}))
+    install = next(entry for entry in bench.log["actions"] if entry["action"] == "install")
+    assert (install["misrecorded"], install["unlike"], install["tainted"]) == ({"one": ["one.py"]}, {}, [])
+    _, _, unlike, _ = paths.host_script("host_probe").inspect_site(str(site(env)), True)
+    assert unlike == {}
+
+
+@pytest.mark.parametrize("damage", ["nothing", "appended", "removed", "same size and time"])
+def test_check_names_what_differs_from_the_marker(bench: Bench, damage: str) -> None:
+    env = bench.build(bench.order({"a": [bench.index.add("one", "1"), bench.index.add("two", "2")]}))
+    file = site(env) / "one.py"
+    seen = file.stat()
+    if damage == "appended":
+        file.write_text(file.read_text() + "x = 1\n")
+    elif damage == "removed":
+        file.unlink()
+    elif damage == "same size and time":
+        file.write_text(file.read_text().replace("1", "7"))
+        os.utime(file, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    found = {}
+    for deep in ("", "--deep"):
+        command = [sys.executable, SCRIPT, "check", env, *([deep] if deep else [])]
+        found[deep] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    shallow = ["one"] if damage in ("appended", "removed") else []
+    assert found[""] == {"differing": shallow, "has_interpreter": True}
+    assert found["--deep"] == {"differing": [] if damage == "nothing" else ["one"], "has_interpreter": True}
 
 
 def test_collection_keeps_the_newest_and_what_is_in_use(bench: Bench) -> None:
