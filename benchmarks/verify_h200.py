@@ -3,11 +3,11 @@
 
 Usage:
   python3 benchmarks/verify_h200.py measure --output RESULT.json [--python PATH] [--only PART,...] [--healthy N]
-  python3 benchmarks/verify_h200.py judge RESULT.json [--tables DIR]
+  python3 benchmarks/verify_h200.py judge RESULT.json
 
 ``measure`` needs the standard library here and torch in ``--python``. Parts: stack (stack_check), full (three
 times --profile full), healthy (N quick runs), faults (each induced fault), smi (nvidia-smi as text), warmup
-(FlashInfer's modules compiled beside the faults), flashinfer (its all-reduce). Environment
+(FlashInfer's modules compiled beside the faults), flashinfer (its all-reduce), torchrun (started by it). Environment
 variables that keep NVLink multicast off stay as they are. ``judge`` needs bringup and no GPU: it reads the
 documents with the judge of ``bringup verify``, which is not told which fault was set, and prints the tables.
 """
@@ -22,8 +22,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "files" / "allreduce_bench.py"
@@ -144,7 +147,7 @@ class Recorder:
 
 
 @contextmanager
-def neighbour(python: str, program: str | None):
+def neighbour(python: str, program: str | None) -> Iterator[None]:
     """Run somebody else's work on the GPUs for the time of the block."""
     if program is None:
         yield
@@ -218,10 +221,164 @@ def measure(options: argparse.Namespace) -> int:
     if warming is not None:
         recorder.collect("jit_warmup", warming, 180)
         os.environ["FLASHINFER_WORKSPACE_BASE"] = f"{options.cache}/root/flashinfer"
+    if "torchrun" in parts:
+        command = [options.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        recorder.run("torchrun", [*command, str(BENCH), "--profile", "smoke"], {})
     if "flashinfer" in parts:
         recorder.bench("flashinfer", "--backends", "nccl,flashinfer_custom,flashinfer_fused", *common)
     recorder.save()
     return 0
+
+
+# nccl-tests 2.19.6 built against the NCCL that torch loads, run beside the bench on a machine of the same kind:
+# all_reduce_perf -t 2 -g 1 -d bfloat16 -w 5 -n 20 -c 0, out of place; the small payloads with -G 10.
+NCCL_TESTS = {"driver": "580.159.04", "torch": "2.11.0+cu130", "nccl": "2.28.9", "ranks": 2}
+NCCL_TESTS_GRAPH_US = {8: 6.66, 16: 6.85, 32: 6.96, 64: 7.14, 128: 7.33, 256: 8.39, 512: 10.00}
+NCCL_TESTS_BUSBW = {
+    32: 244.8,
+    64: 272.0,
+    128: 288.0,
+    256: 302.3,
+    512: 319.7,
+    1024: 333.9,
+    2048: 343.0,
+    4096: 350.8,
+    8192: 353.2,
+}
+
+
+def figures(documents: list[dict[str, Any]], backend: str, payload_bytes: int, name: str) -> list[float]:
+    """Return one figure of each document that has it."""
+    return [
+        row[name]
+        for document in documents
+        for row in document["rows"]
+        if row["backend"] == backend and row["payload_bytes"] == payload_bytes
+    ]
+
+
+def compare(documents: list[dict[str, Any]]) -> bool:
+    """Print the medians of the full runs beside nccl-tests; return whether every ratio is as it should be."""
+    system = documents[0]["system"]
+    found = {key: system[key] for key in NCCL_TESTS}
+    is_same = found == NCCL_TESTS
+    print(f"driver {found['driver']}, torch {found['torch']}, NCCL {found['nccl']}, {found['ranks']} GPUs")
+    if not is_same:
+        print(f"nccl-tests was run with {NCCL_TESTS}, so the ratios are shown and not judged")
+    is_good = True
+    print("\n| payload | NCCL in a graph, us | nccl-tests | ratio |\n|---|---|---|---|")
+    for kib, theirs in NCCL_TESTS_GRAPH_US.items():
+        ours = median(figures(documents, "nccl_graph", kib << 10, "median_us"))
+        is_good &= ours / theirs <= 1.03
+        print(f"| {kib} KiB | {ours:.2f} | {theirs:.2f} | {ours / theirs:.3f} |")
+    print("\n| payload | NCCL, GB/s busbw | nccl-tests | ratio |\n|---|---|---|---|")
+    for mib, theirs in NCCL_TESTS_BUSBW.items():
+        ours = median(figures(documents, "nccl", mib << 20, "busbw_gb_per_s"))
+        is_good &= ours / theirs >= 0.98
+        print(f"| {mib} MiB | {ours:.1f} | {theirs:.1f} | {ours / theirs:.3f} |")
+    return is_good or not is_same
+
+
+def backends(documents: list[dict[str, Any]]) -> None:
+    """Print every backend's medians: microseconds, and GB/s where the payload is large."""
+    names = sorted({row["backend"] for document in documents for row in document["rows"]})
+    payloads = sorted({row["payload_bytes"] for document in documents for row in document["rows"]})
+    print("\n| payload | " + " | ".join(names) + " |\n|---" + "|---" * len(names) + "|")
+    for payload in payloads:
+        cells = []
+        for name in names:
+            times = figures(documents, name, payload, "median_us")
+            speeds = figures(documents, name, payload, "busbw_gb_per_s")
+            large = f" ({median(speeds):.0f} GB/s)" if times and payload >= 32 << 20 else ""
+            cells.append(f"{median(times):.4g}{large}" if times else "")
+        print(f"| {size(payload)} | " + " | ".join(cells) + " |")
+
+
+def size(payload_bytes: int) -> str:
+    """Return a payload as a person writes it."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if payload_bytes >= 1 << shift:
+            return f"{payload_bytes >> shift} {unit}"
+    return f"{payload_bytes} B"
+
+
+def spread(documents: list[dict[str, Any]]) -> None:
+    """Print how far the medians of equal runs are apart."""
+    print("\n| backend | payload | lowest | highest | spread | worst p99/median |\n|---|---|---|---|---|---|")
+    rows = {(row["backend"], row["payload_bytes"]) for document in documents for row in document["rows"]}
+    for backend, payload in sorted(rows):
+        times = figures(documents, backend, payload, "median_us")
+        worst = max(
+            row["p99_us"] / row["median_us"]
+            for document in documents
+            for row in document["rows"]
+            if (row["backend"], row["payload_bytes"]) == (backend, payload)
+        )
+        wide = (max(times) - min(times)) / median(times)
+        print(f"| {backend} | {size(payload)} | {min(times):.2f} | {max(times):.2f} | {wide:.1%} | {worst:.2f} |")
+
+
+def judge(options: argparse.Namespace) -> int:
+    """Judge every document as verify does, blind to what was set, and print the tables."""
+    sys.path.insert(0, str(ROOT))
+    from bringup.bench import Runs, Table, parse
+    from bringup.bench import judge as verdict_of
+
+    table = Table.from_toml((ROOT / "bringup" / "data" / "allreduce.toml").read_text(encoding="utf-8"))
+    runs = read(Path(options.result))
+    full = [run["document"] for run in runs if run["label"].startswith("full ")]
+    is_good = True
+    if full:
+        is_good &= compare(full)
+        backends(full + [run["document"] for run in runs if run["label"] == "flashinfer"])
+    healthy = [run["document"] for run in runs if run["label"].startswith("healthy ")]
+    if healthy:
+        spread(healthy)
+    print("\n| run | seconds | verdict | cause | what verify says |\n|---|---|---|---|---|")
+    for run in runs:
+        document = blind(run["document"])
+        verdict = verdict_of(Runs(parse(document)), table)
+        causes = ", ".join(cause.name if cause.is_certain else f"likely {cause.name}" for cause in verdict.causes)
+        says = verdict.findings[0].cause if verdict.findings else ""
+        print(f"| {run['label']} | {run['seconds']} | {verdict.state} | {causes or 'none'} | {says} |")
+        if run["label"] in EXPECTED:
+            is_good &= [cause.name for cause in verdict.causes if cause.is_certain] == [EXPECTED[run["label"]]]
+        else:
+            is_good &= verdict.state == "ok" and not verdict.findings
+    print("\nas it should be" if is_good else "\nNOT as it should be")
+    return 0 if is_good else 1
+
+
+EXPECTED = {
+    "fault p2p_off": "p2p_off",
+    "fault sockets_only": "sockets",
+    "fault channels_2": "few_channels",
+    "fault channels_8": "few_channels",
+    "fault channels_16": "few_channels",
+    "fault neighbour_copying": "neighbour_on_link",
+    "fault neighbour_computing": "neighbour_on_gpu",
+    "fault rank_stopped": "rank_stopped",
+    "fault rank_killed": "rank_killed",
+    "fault wrong_element": "wrong_result",
+}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the bench's runs of a result, or of a fixture with one run a line."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in text.splitlines()]
+    runs: list[dict[str, Any]] = json.loads(text)["runs"]
+    return [run for run in runs if (run["document"] or {}).get("program") == "allreduce_bench"]
+
+
+def blind(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a document without everything that tells what was set."""
+    seen = {key: value for key, value in document.items() if key != "argv"}
+    seen["system"] = {key: value for key, value in document["system"].items() if key != "environment"}
+    if document["nccl_log"] is not None:
+        seen["nccl_log"] = {**document["nccl_log"], "settings": {}}
+    return seen
 
 
 def main() -> int:
@@ -231,7 +388,7 @@ def main() -> int:
     measuring = commands.add_parser("measure")
     measuring.add_argument("--output", required=True)
     measuring.add_argument("--python", default=shutil.which("python3") or sys.executable)
-    measuring.add_argument("--only", default="smi,probe,stack,first,full,healthy,faults")
+    measuring.add_argument("--only", default="smi,probe,stack,first,warmup,faults,healthy,full,torchrun,flashinfer")
     measuring.add_argument("--healthy", type=int, default=10)
     measuring.add_argument("--faults", default="")
     measuring.add_argument("--imports", default="torch,triton")
@@ -240,8 +397,10 @@ def main() -> int:
     measuring.add_argument("--cache", default="/var/cache/bringup/benchmark")
     measuring.add_argument("--capability", default="9.0")
     measuring.add_argument("--modules", default="trtllm_comm,vllm_comm,norm")
+    judging = commands.add_parser("judge")
+    judging.add_argument("result")
     options = line.parse_args()
-    return measure(options)
+    return measure(options) if options.command == "measure" else judge(options)
 
 
 if __name__ == "__main__":

@@ -82,10 +82,13 @@ CANARY_ELEMENTS = 64
 EXACT_INTEGER_LIMIT = 256
 # Rounding of the sum to the payload's type, with a factor of about five for the order of addition.
 RELATIVE_L2_LIMIT = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5}
-# In-place sums grow by the number of ranks with every operation of a sample; starting at 2**-100 they stay
-# finite in bfloat16 for 20 operations over 2**11 ranks, and they are never zero.
+# In-place sums grow by the number of ranks with every operation of a sample. From 2**-100 on they have 200 powers
+# of two to go in bfloat16 and float32 (up to 2**127, with room for the data itself), and they are never zero.
 IN_PLACE_SCALE = 2.0**-100
+IN_PLACE_POWERS = 200
+# float16 ends at 2**15: four operations over eight ranks, from 2**-14 on.
 IN_PLACE_SCALE_FLOAT16 = 2.0**-14
+IN_PLACE_POWERS_FLOAT16 = 12
 
 CUDA_MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
@@ -127,13 +130,13 @@ def median(values):
 def sampling(payload_bytes, is_cpu=False):
     """Return (operations in a sample, warm-up samples, samples) for a payload.
 
-    Twenty operations a sample hide the cost of launching a graph to within 3 %; large payloads need few because
-    one operation already takes milliseconds.
+    Forty operations a sample hide the cost of launching a graph to within 2 % (five: 13 %); large payloads need
+    few because one operation already takes milliseconds.
     """
     if is_cpu:
         return (5, 2, 10) if payload_bytes <= SMALL_PAYLOAD_BYTES else (1, 1, 5)
     if payload_bytes <= MIB:
-        return 20, 10, 100
+        return 40, 10, 100
     if payload_bytes <= 16 * MIB:
         return 10, 5, 40
     if payload_bytes <= 256 * MIB:
@@ -189,6 +192,7 @@ class Report:
         self.open_phase = None
         self.lock = threading.RLock()
         self.is_finished = False
+        self.log_directory = None  # where NCCL writes its log, once that is known
         self.document = {
             "schema": SCHEMA,
             "program": "allreduce_bench",
@@ -333,6 +337,9 @@ class Report:
                 return self.document["exit_status"]
             self.is_finished = True
             self._close_phase()
+            if self.log_directory:
+                self.document["nccl_log"] = read_nccl_logs(self.log_directory)
+                shutil.rmtree(self.log_directory, ignore_errors=True)
             outcome = OUTCOMES[status]
             if status == CRASHED and self.document["failures"]:
                 outcome = self.document["failures"][0]["kind"]
@@ -792,13 +799,18 @@ def worker_environment(options, number, directory):
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    let_nccl_talk(environment, directory)
+    return environment
+
+
+def let_nccl_talk(environment, directory):
+    """Have NCCL write its log below a directory, unless somebody wants it elsewhere."""
     if "NCCL_DEBUG" not in environment:
         environment.update(
             NCCL_DEBUG="INFO",
             NCCL_DEBUG_SUBSYS="INIT,ENV,NET,P2P,SHM,NVLS,TUNING",
             NCCL_DEBUG_FILE=os.path.join(directory, "nccl.%h.%p"),
         )
-    return environment
 
 
 # ---------------------------------------------------------------------------------------------- one rank
@@ -1138,7 +1150,7 @@ class Backend:
     def prepare(self, payload_bytes):
         """Get ready for one payload, before its check."""
 
-    def before_measure(self, elements):  # noqa: ARG002
+    def before_measure(self, elements):
         """Get ready for the timing, after the check."""
 
     def captured(self):
@@ -1649,9 +1661,10 @@ class Timer:
         data = Data(context, "random")
         data.fill(backend.input, self.elements)
         if backend.is_in_place:
-            scale = IN_PLACE_SCALE_FLOAT16 if context.options.dtype == "float16" else IN_PLACE_SCALE
-            if context.options.dtype == "float16":
-                self.operations = min(self.operations, 4)
+            is_half = context.options.dtype == "float16"
+            scale = IN_PLACE_SCALE_FLOAT16 if is_half else IN_PLACE_SCALE
+            powers = IN_PLACE_POWERS_FLOAT16 if is_half else IN_PLACE_POWERS
+            self.operations = max(1, min(self.operations, int(powers / math.log2(context.ranks))))
             backend.input[: self.elements] *= scale
             self.pristine = backend.input[: self.elements].clone()
         backend.before_measure(self.elements)
@@ -1943,8 +1956,9 @@ def worker_main(options):
             pipe.flush()
     else:
         report = Report(options, "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "environment")
-        if os.environ["RANK"] != "0":
-            report.output = None
+        if os.environ["RANK"] == "0":
+            report.log_directory = tempfile.mkdtemp(prefix="allreduce-bench-")
+            let_nccl_talk(os.environ, report.log_directory)
         tell = report.feed
     context = Context(options, tell)
     backends = options.backends
@@ -2075,6 +2089,7 @@ def launcher_main(options, report):
     for name in options.backends:
         report.backend(name)
     directory = tempfile.mkdtemp(prefix="allreduce-bench-")
+    report.log_directory = directory
     launcher = Launcher(options, report, directory)
     try:
         launcher.run(options.backends)
@@ -2083,12 +2098,10 @@ def launcher_main(options, report):
     except OSError as error:
         report.failure("crash", "the launcher failed: {}".format(root_line(error)))
     finally:
-        report.document["nccl_log"] = read_nccl_logs(directory)
         report.document["load"] = launcher.load.result(launcher.own_pids)
         keep = os.environ.get("BENCH_KEEP_LOGS")
         if keep:
             shutil.copytree(directory, keep, dirs_exist_ok=True)
-        shutil.rmtree(directory, ignore_errors=True)
     return report.finish(*report.status(options.require))
 
 

@@ -338,13 +338,13 @@ def neighbour_on_link(scene: Scene) -> Iterator[Cause]:
         witnesses.append(
             f"{worst.backend} at {worst.payload_bytes} bytes: p99 is {worst.p99_per_median:.1f} times the median"
         )
-    slow = {miss.row.backend for miss in scene.misses if miss.limit.metric == "busbw_gb_per_s"}
-    if unsteady and slow & set(NCCL) and slow - set(NCCL):
-        witnesses.append(f"{', '.join(sorted(slow))} are slow together, though they share nothing but the links")
     if shared := _shared_link(scene):
         witnesses.append(shared)
     if not witnesses:
         return
+    slow = {miss.row.backend for miss in scene.misses if miss.limit.metric == "busbw_gb_per_s"}
+    if slow & set(NCCL) and slow - set(NCCL):
+        witnesses.append(f"{', '.join(sorted(slow))} are slow together, though they share nothing but the links")
     if listed := _processes(scene):
         witnesses.append(listed)
     yield Cause(

@@ -100,8 +100,8 @@ def test_a_sample_counts_with_its_slowest_rank_and_each_rank_has_its_median() ->
 @pytest.mark.parametrize(
     ("payload_bytes", "is_cpu", "expected"),
     [
-        (8192, False, (20, 10, 100)),
-        (MIB, False, (20, 10, 100)),
+        (8192, False, (40, 10, 100)),
+        (MIB, False, (40, 10, 100)),
         (2 * MIB, False, (10, 5, 40)),
         (256 * MIB, False, (4, 3, 20)),
         (GIB, False, (2, 2, 10)),
