@@ -38,6 +38,7 @@ def toolkits(context: Context) -> Commands:
             f"toolkit-{version}",
             wanted.toolkit_packages(context.stack, locked, version),
             protect=_DRIVER_PATTERNS,
+            allow_downgrade=True,
         )
         # The alternatives that the packages just registered start in automatic mode: freeze them as well,
         # except where nothing was there before.

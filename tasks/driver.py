@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 
 import gevent
+from paramiko import SSHException
 from pyinfra.api import FunctionCommand, Host, deploy
-from pyinfra.api.exceptions import ConnectError
 from pyinfra.context import ctx_host
 
 from bringup import facts, wanted
+from bringup.errors import HostError
 from bringup.findings import change
 from bringup.host_state import HostState, Unknown
-from tasks import apt, lock
+from tasks import apt, connection, lock
 from tasks.run import Commands, Context, converges, do, refuse, shell, work, write
 
 REBOOT_LIMIT_S = 1800
@@ -39,7 +40,8 @@ def packages(context: Context) -> Commands:
         "driver-packages",
         (*locked.driver, *fabric),
         first=pinning,
-        allow_downgrade=context.settings.allow_downgrade,
+        # The rule above keeps a newer driver that runs; a package that somebody moved ahead of it goes back.
+        allow_downgrade=True,
     )
 
 
@@ -136,50 +138,42 @@ def reboot(context: Context) -> Commands:
     if refusal is not None:
         yield refuse(host, refusal)
         return
-    yield work("reserve", "--for-s", REBOOT_LIMIT_S)
     yield FunctionCommand(_reboot, (), {})
-    yield from lock.acquire()
+    yield from lock.acquire(again=True)
 
 
-def _reboot() -> bool:
-    """Reboot the host and come back to it; return False when it did not come back with another boot id."""
+def _reboot() -> None:
+    """Reboot the host and come back to it; raise HostError when it does not come back with another boot id."""
     host: Host = ctx_host.get()
-    before = _boot_id(host)
+    asked, output = host.run_shell_command(work("reboot", "--for-s", REBOOT_LIMIT_S), **_root(host))
+    if not asked:
+        raise HostError("the host did not take the reboot", host=host.name, why=" / ".join(output.stderr_lines[-3:]))
+    before = output.stdout_lines[-1].strip()
     lock.let_go(host)
     _rebooted.add(host.name)
-    host.run_shell_command("(sleep 1; systemctl reboot) >/dev/null 2>&1 </dev/null &", **_root(host))
     end = time.monotonic() + REBOOT_LIMIT_S
     gevent.sleep(_FIRST_LOOK_S)
-    while time.monotonic() < end:
-        _forget_connection(host)
-        try:
-            host.connect(show_errors=False, raise_exceptions=True)
-            after = _boot_id(host)
-        except (ConnectError, OSError, EOFError):
-            after = None
-        if after is not None and after != before:
+    while (left_s := end - time.monotonic()) > 0 and connection.reconnect(host, left_s):
+        if _boot_id(host) not in (None, before):
             facts.invalidate(host)
-            return True
+            return
         gevent.sleep(1)
-    facts.tell_finding(host, change.no_return(REBOOT_LIMIT_S))
-    return False
+    refusal = change.no_return(REBOOT_LIMIT_S)
+    facts.tell_finding(host, refusal)
+    raise HostError(refusal.cause, host=host.name)
 
 
 def _boot_id(host: Host) -> str | None:
-    ok, output = host.run_shell_command("cat /proc/sys/kernel/random/boot_id", _timeout=20)
+    try:
+        ok, output = host.run_shell_command("cat /proc/sys/kernel/random/boot_id", _timeout=20)
+    except (OSError, EOFError, SSHException):
+        return None
     lines = output.stdout_lines
     return lines[0].strip() if ok and lines else None
 
 
 def _root(host: Host) -> dict[str, object]:
     return {"_sudo": True} if host.data.get("_sudo") else {}
-
-
-def _forget_connection(host: Host) -> None:
-    client = getattr(host.connector, "client", None)
-    if client is not None:
-        client.close()
-    host.connected = False
 
 
 @deploy("Driver")
