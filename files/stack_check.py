@@ -271,18 +271,23 @@ def child_import(argument):
 
 def describe_torch(torch):
     """Return what torch was built for and which NCCL it uses."""
-    nccl = None
+    nccl, architectures = None, []
     if torch.version.cuda:
         try:
             version = torch.cuda.nccl.version()
             nccl = ".".join(str(part) for part in version) if isinstance(version, tuple) else str(version)
         except (AttributeError, RuntimeError) as error:
             nccl = {"error": printable(str(error))}
+        try:
+            architectures = torch.cuda.get_arch_list()
+        except (AttributeError, RuntimeError):
+            pass  # it names none
     return {
         "cuda": torch.version.cuda,
         "nccl": nccl,
-        "cxx11_abi": bool(torch._C._GLIBCXX_USE_CXX11_ABI),
-        "architectures": torch.cuda.get_arch_list(),
+        # Private to torch: a build without it must not hide for which CUDA it is.
+        "cxx11_abi": getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", None),
+        "architectures": architectures,
     }
 
 

@@ -257,6 +257,8 @@ def loads(context: Context, path: str, locked: LockedStep, added: Container[str]
     if isinstance(answer, dict) and answer.get("torch") is None and "error" not in answer:
         return
     environment = abi.parse_environment(answer)
+    if "torch" in added:
+        yield from guard.built_for(environment.version, environment.cuda, context.stack.python.cuda, locked.name)
     gpus = context.state.gpus
     listed = () if isinstance(gpus, Unknown) else gpus.listed or ()
     optional = [

@@ -289,6 +289,21 @@ def labels(versions: Mapping[str, str], cuda_label: str) -> Iterator[Finding]:
             )
 
 
+def built_for(version: str, cuda: str | None, wanted_cuda: str, step: str) -> Iterator[Finding]:
+    """Judge torch itself: a version without a label says nothing, so what its build says of itself counts."""
+    if cuda != wanted_cuda:
+        yield _refusal(
+            "BU-ENV-127",
+            f"step {step}: torch {version} is built for {'CUDA ' + cuda if cuda else 'the CPU alone'}",
+            f"lock the build for CUDA {wanted_cuda}; on an index of its own it cannot be taken for another",
+            step=step,
+            wheel=f"torch {version}",
+            rule="the stack's CUDA",
+            wanted=wanted_cuda,
+            found=cuda,
+        )
+
+
 def loadable(verdicts: Iterable[Report], step: str) -> Iterator[Finding]:
     """Judge what the ELF check says of each distribution, as ``bringup.abi.Verdict.as_json`` writes it."""
     for verdict in verdicts:

@@ -56,16 +56,20 @@ def versions(stack: Stack, locked: Mapping[str, str], document: Document) -> Ite
                 wanted=version,
                 found=found[name],
             )
-    for by_environment in (document.get("imports") or {}).values():
-        cuda = ((by_environment.get("empty") or {}).get("torch") or {}).get("cuda")
-        if cuda is not None and cuda != stack.python.cuda:
-            yield _refusal(
-                "BU-VFY-114",
-                f"torch is built for toolkit {cuda}",
-                f"lock a torch built for {stack.python.cuda}",
-                wanted=stack.python.cuda,
-                found=cuda,
-            )
+    torch = ((document.get("imports") or {}).get("torch") or {}).get("empty") or {}
+    if not torch.get("ok"):
+        return  # it was not asked for, or its import is judged by itself
+    about = torch.get("torch")
+    cuda = about.get("cuda") if about else None
+    if about is None or cuda != stack.python.cuda:
+        unknown = f"nobody knows what torch is built for: {torch.get('error')}"
+        yield _refusal(
+            "BU-VFY-114",
+            unknown if about is None else f"torch is built for {'toolkit ' + cuda if cuda else 'the CPU alone'}",
+            f"lock a torch built for {stack.python.cuda}",
+            wanted=stack.python.cuda,
+            found=cuda,
+        )
 
 
 def _is_same(want: str, found: str | None) -> bool:

@@ -223,6 +223,20 @@ def test_labels_of_a_step() -> None:
 
 
 @pytest.mark.parametrize(
+    ("version", "cuda", "expected"),
+    [
+        ("2.9.1+cu130", "13.0", []),
+        ("2.14.1", "13.0", []),
+        ("2.9.1", "12.8", [("BU-ENV-127", "error", "torch 2.9.1", "13.0", "12.8")]),
+        ("2.9.1", None, [("BU-ENV-127", "error", "torch 2.9.1", "13.0", None)]),
+    ],
+    ids=["labelled", "no label, right build", "no label, another toolkit", "a CPU build"],
+)
+def test_what_torch_is_built_for(version: str, cuda: str | None, expected: list[Any]) -> None:
+    assert seen(guard.built_for(version, cuda, "13.0", "torch")) == expected
+
+
+@pytest.mark.parametrize(
     ("status", "output", "said"),
     [
         (1, "Traceback\nImportError: /x/common_ops.abi3.so: undefined symbol: _ZN3c10\n", "undefined symbol: _ZN3c10"),

@@ -303,7 +303,19 @@ def compiled(**more: object) -> Answer:
             id="torch for another toolkit",
         ),
         pytest.param(
-            {"imports": {"torch": {"empty": {"ok": True}, "login": {"ok": False, "error": "x"}}}},
+            {"imports": {"torch": {"empty": {"ok": True, "error": "AttributeError: no attribute 'version'"}}}},
+            [("BU-VFY-114", "error")],
+            id="nobody knows what torch is for",
+        ),
+        pytest.param(
+            {
+                "imports": {
+                    "torch": {
+                        "empty": {"ok": True, "torch": {"cuda": "13.0"}},
+                        "login": {"ok": False, "error": "x"},
+                    }
+                }
+            },
             [("BU-VFY-122", "warning")],
             id="a login shell breaks an import",
         ),
