@@ -11,7 +11,7 @@ PYTEST := $(VENV)/python -m pytest
 .PHONY: up test test-quick test-lab test-bootstrap test-real check clean venv lock-dependencies
 
 venv:
-	@$(PYTHON) bringup/bootstrap.py
+	@$(PYTHON) bringup/bootstrap.py $(if $(SYSTEM),--system lab --system test)
 
 up:
 	@$(PYTHON) bringup/bootstrap.py --system lab
