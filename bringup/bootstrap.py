@@ -90,7 +90,7 @@ def check_system(path: Path) -> None:
     if path.is_file():
         for line in path.read_text().splitlines():
             key, _, value = line.partition("=")
-            fields[key] = value.strip().strip('"')
+            fields[key] = value.strip().strip("\"'")
     found = (fields.get("ID", "unknown"), fields.get("VERSION_ID", "unknown"))
     if found not in SUPPORTED or not shutil.which("apt-get"):
         raise CannotGoOnError(
