@@ -219,8 +219,9 @@ def main() -> int:
     else:
         for key, value in seen.items():
             print(f"{key:24} {value}")
+    expected = seen["cut_over_expected"]
     is_right = (
-        seen["status"] == ("halted" if seen["in_racks_without_room"] else "done")
+        seen["status"] == ("done" if expected == seen["hosts"] else "halted")
         and seen["cut_over"] == seen["cut_over_expected"]
         and seen["cut_over_twice"] == 0
         and int(str(seen["most_out_of_service"])) <= int(str(seen["allowed_out_of_service"]))

@@ -377,7 +377,7 @@ class World:
                 "reverted", "stuck", "prepared", "skipped",
             }  # fmt: skip
         if rollout.status == "done":
-            assert {state.phase for state in rollout.states.values()} <= {"done", "unprepared"}
+            assert {state.phase for state in rollout.states.values()} == {"done"}
 
 
 STEPS = ["prepare", "drain", "cutover", "gate", "rollback", "undrain"]
@@ -627,6 +627,25 @@ def test_a_stack_that_cannot_be_prepared_reaches_no_host(unprepared: list[str], 
 def test_hosts_that_do_not_answer_count_as_failed(unreachable: list[str], expected: object) -> None:
     rollout = advance(prepared(begin(6)), Observed(5.0, tuple(unreachable)))
     assert decide(rollout, 6.0).record == expected
+
+
+def test_hosts_that_were_left_behind_halt_the_rollout_at_its_end_and_are_tried_again() -> None:
+    rollout = begin(4)
+    for name in ("gpu-1", "gpu-2", "gpu-3", "gpu-4"):
+        rollout = did(rollout, name, "prepare", name != "gpu-3", "no space" if name == "gpu-3" else None)
+    rollout = wave_done(wave_done(wave_done(rollout)))
+    assert rollout.status == "halted"
+    assert rollout.halt == "1 of 4 hosts could not be brought to the stack: gpu-3 (no space)"
+    rollout = advance(rollout, Resumed(9.0, "ops", "d1"))
+    assert decide(rollout, 10.0).do == (Do("gpu-3", "prepare"),)
+    assert wave_done(prepared(rollout)).is_complete
+
+
+def test_a_canary_of_which_no_host_could_be_prepared_stops_everything() -> None:
+    rollout = begin(3)
+    for name in ("gpu-1", "gpu-2", "gpu-3"):
+        rollout = did(rollout, name, "prepare", False, "no space")
+    assert decide(rollout, 6.0).record == Halted(6.0, "the canary could not be prepared: gpu-1 (no space)")
 
 
 def test_a_rack_without_room_is_passed_over_and_named_at_the_end() -> None:

@@ -312,7 +312,8 @@ def _show_plan(started: Started, looked: Results, *, json: bool) -> None:
     else:
         console = Console(highlight=False)
         console.print(tables.wave_plan(started.hosts, started.waves, started.passes))
-        silent = [name for name, host in looked.hosts.items() if host.status == "unknown"]
+        found = looked.hosts
+        silent = [name for wave in started.waves for name in wave if found[name].status == "unknown"]
         if silent:
             console.print(Text(f"do not answer, and count as failed: {', '.join(silent)}"), soft_wrap=True)
     raise typer.Exit(0)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bringup.rollout.state import Rollout, step_for
+from bringup.rollout.state import Rollout, step_for, told
 from bringup.rollout.transition import Halted, Step, WaveOpened
 from bringup.rollout.wave import Room, Wave, natural, next_wave
 
@@ -93,15 +93,16 @@ def _preparations(rollout: Rollout) -> tuple[Do, ...]:
 def _prepare_refusal(rollout: Rollout) -> str | None:
     """Return why no wave may open although its hosts were prepared as far as they could be."""
     states = rollout.states
-    canary = [name for name in rollout.waves[0] if states[name].phase == "unprepared"]
-    if canary and not any(state.phase == "done" for state in states.values()):
-        return f"the canary could not be prepared: {_told(rollout, canary)}"
+    phases = {name: states[name].phase for name in rollout.waves[0]}
+    canary = [name for name, phase in phases.items() if phase == "unprepared"]
+    if canary and "done" not in phases.values():
+        return f"the canary could not be prepared: {told(rollout, canary)}"
     unprepared = [host.name for host in rollout.hosts if states[host.name].phase == "unprepared"]
     allowed = rollout.limits.unavailable.of(sum(host.has_gpus for host in rollout.hosts))
     if len(unprepared) > allowed:
         return (
             f"{len(unprepared)} hosts could not be prepared, more than the {allowed} that may be "
-            f"unavailable: {_told(rollout, unprepared)}"
+            f"unavailable: {told(rollout, unprepared)}"
         )
     return None
 
@@ -119,24 +120,15 @@ def _no_room(rollout: Rollout) -> str:
         domains = sorted({host.domain for host in left if host.domain}, key=natural)
         return (
             f"{_counted(names)} may not be taken out of service: too many of {', '.join(domains[:5])} are "
-            f"unavailable: {_told(rollout, [n for n in missing if room.domain_of(n) in domains])}"
+            f"unavailable: {told(rollout, [n for n in missing if room.domain_of(n) in domains])}"
         )
     gpu_hosts = sum(host.has_gpus for host in rollout.hosts)
     allowed = rollout.limits.unavailable.of(gpu_hosts)
     return (
         f"no host may be taken out of service: {len(missing)} of {gpu_hosts} GPU hosts are unavailable, "
-        f"{allowed} may be: {_told(rollout, missing)}"
+        f"{allowed} may be: {told(rollout, missing)}"
     )
 
 
 def _counted(names: Sequence[str]) -> str:
     return f"{len(names)} hosts ({names[0]} and more)" if len(names) > 1 else names[0]
-
-
-def _told(rollout: Rollout, names: Sequence[str], most: int = 5) -> str:
-    def one(name: str) -> str:
-        why = rollout.states[name].why
-        return f"{name} ({why})" if why else name
-
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(one(name) for name in names[:most]) + more

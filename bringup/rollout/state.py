@@ -6,7 +6,7 @@ doubt about one step at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal
@@ -417,11 +417,15 @@ def _settle(rollout: Rollout) -> Rollout:
     if rollout.status != "running":
         return rollout
     at = rollout.planned_at
-    while at < len(rollout.waves) and all(states[name].phase in SETTLED for name in rollout.waves[at]):
+    while at < len(rollout.waves) and _is_behind(rollout, at):
         at += 1
     if at < len(rollout.waves):
         return rollout if at == rollout.planned_at else replace(rollout, planned_at=at)
     if rollout.pass_at + 1 == len(rollout.passes):
+        left = [name for wave in rollout.waves for name in wave if states[name].phase in FAILED]
+        if left:
+            why = f"{len(left)} of {len(states)} hosts could not be brought to the stack: {told(rollout, left)}"
+            return replace(rollout, status="halted", halt=why, planned_at=0)
         return replace(rollout, status="done", planned_at=at)
     # The next pass is for the hosts that came well through this one.
     fresh = {name: _WAITING if state.phase == "done" else state for name, state in states.items()}
@@ -436,6 +440,12 @@ def _settle(rollout: Rollout) -> Rollout:
             is_observed=False,
         )
     )
+
+
+def _is_behind(rollout: Rollout, at: int) -> bool:
+    phases = [rollout.states[name].phase for name in rollout.waves[at]]
+    # Without one canary that came through, no other wave may follow.
+    return all(phase in SETTLED for phase in phases) and (at > 0 or "done" in phases)
 
 
 def _is_settled(state: HostState, *, is_stopping: bool) -> bool:
@@ -492,3 +502,14 @@ def _state(rollout: Rollout, host: str) -> HostState:
     if host not in rollout.states:
         raise ValueError(f"{host} is not in this rollout")
     return rollout.states[host]
+
+
+def told(rollout: Rollout, names: Sequence[str], most: int = 5) -> str:
+    """Return hosts with why each of them failed, in a line; the first few of many."""
+
+    def one(name: str) -> str:
+        why = rollout.states[name].why
+        return f"{name} ({why})" if why else name
+
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(one(name) for name in names[:most]) + more
