@@ -34,7 +34,7 @@ from bringup.wanted import Site
 _CARRIER = (
     "import base64,sys,zlib;"
     "code=zlib.decompress(base64.b64decode(sys.argv.pop(1)));"
-    "exec(compile(code,sys.argv[0],'exec'),{'__name__':'__main__'})"
+    "exec(compile(code,'{name}.py','exec'),{{'__name__':'__main__'}})"
 )
 _FAILED = "bringup-script-failed:"
 
@@ -106,7 +106,7 @@ def script_command(name: str, *arguments: str, python: str = "python3") -> Strin
         QuoteString(python),
         "-I",
         "-c",
-        QuoteString(_CARRIER),
+        QuoteString(_CARRIER.format(name=name)),
         _packed(name),
         *(QuoteString(argument) for argument in arguments),
         "||",
@@ -143,6 +143,7 @@ class _Kept:
         self.why: str = ""
         self.is_fresh = False
         self.probes = 0
+        self.commands = 0
 
 
 _kept: WeakKeyDictionary[Host, _Kept] = WeakKeyDictionary()
@@ -274,6 +275,30 @@ def tell(host: Host, kind: str, content: Mapping[str, Any]) -> None:
     """Tell the listeners something that happened on a host."""
     for listener in _listeners:
         listener(host.name, kind, content)
+
+
+def tell_command(host: Host, command: object) -> None:
+    """Tell the listeners a command that is about to be sent to a host, numbered from 1 in this process.
+
+    Values that pyinfra was told to hide are masked, as ``str`` of a StringCommand has them.
+    """
+    kept = _of(host)
+    kept.commands += 1
+    tell(host, "command", {"number": kept.commands, "command": str(command)})
+
+
+def tell_commands_of(host: Host) -> None:
+    """From now on, tell every command that pyinfra sends to a host: those of operations, facts and callbacks.
+
+    What ``tasks.channel`` streams goes past pyinfra and is told there.
+    """
+    inner = host.connector.run_shell_command
+
+    def run_shell_command(command: StringCommand, *args: Any, **arguments: Any) -> Any:
+        tell_command(host, command)
+        return inner(command, *args, **arguments)
+
+    host.connector.run_shell_command = run_shell_command  # type: ignore[method-assign]
 
 
 def tell_finding(host: Host, finding: Finding) -> None:

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -40,6 +41,7 @@ from bringup.finding import Finding
 from bringup.findings import all_findings
 from bringup.host_state import HostState, Unknown
 from bringup.report import events
+from bringup.report.masking import Masker
 from bringup.report.results import (
     BackendResult,
     DifferenceResult,
@@ -62,9 +64,11 @@ HOSTS_PER_WORKER = 50
 BOOKKEEPING = "lock"
 """The deploy whose operations are no changes: taking the run lock and giving it back."""
 
-
 MEASURING = "verify"
 """The deploy that proves a host; it counts no changes."""
+
+_PACKED = re.compile(r"[A-Za-z0-9+/=]{200,}")
+_SHOWN_CHARACTERS = 1000
 
 
 class Shard(BaseModel):
@@ -137,7 +141,8 @@ class Worker:
                 about.is_slow |= taken.verdict == "fail"
                 self._write(events.MeasurementTaken(**self._common(host), measurement=taken))
             case "command":
-                self._write(events.CommandStarted(**self._common(host), **content))
+                sent = shown(str(content["command"]))
+                self._write(events.CommandStarted(**self._common(host), number=content["number"], command=sent))
             case _:
                 pass
 
@@ -192,6 +197,7 @@ class Worker:
         hosts = [host for host in inventory if self.state.is_host_in_limit(host)]
         for host in hosts:
             self._told[host.name] = _Told(time.time())
+            facts.tell_commands_of(host)
         if not hosts:
             return
         try:
@@ -420,6 +426,12 @@ def recorded(stack: Stack, state: HostState, site: Site) -> dict[str, Any]:
     return record
 
 
+def shown(command: str) -> str:
+    """Return a command as an event tells it: without secrets, packed scripts and the end of long arguments."""
+    text = _PACKED.sub(lambda found: f"({len(found[0])} characters)", Masker().text(command))
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
 def step_of(state: State, op_hash: str) -> str:
     """Return the step that an operation belongs to: the name of its deploy, in lower case."""
     name = next(iter(state.get_op_meta(op_hash).names), "")
@@ -529,8 +541,13 @@ def main(stdin: IO[str] = sys.stdin, stdout: IO[str] = sys.stdout) -> int:
     logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s")
 
     def say(line: str) -> None:
-        stdout.write(line + "\n")
-        stdout.flush()
+        try:
+            stdout.write(line + "\n")
+            stdout.flush()
+        except BrokenPipeError:
+            # The engine is gone, and with it whoever wanted this run. Hosts see their connections close, as they
+            # do when this process is killed, and put back what must be put back.
+            os._exit(1)
 
     try:
         Worker(shard, say).run()

@@ -63,7 +63,9 @@ def open_channel(host: Host, argv: Iterable[str]) -> Channel:
     A connector of another kind may bring an ``open_channel(command)`` of its own. Raises HostError for one
     that cannot stream, OSError when the connection is gone.
     """
-    command = _raw_command(host, argv)
+    words = [*argv]
+    facts.tell_command(host, StringCommand(*(QuoteString(word) for word in words)))
+    command = _raw_command(host, words)
     connector: Any = host.connector
     own = getattr(connector, "open_channel", None)
     if own is not None:
