@@ -15,6 +15,9 @@ BANNER_TIMEOUT_S = 30
 AUTH_TIMEOUT_S = 30
 KEEPALIVE_S = 15
 
+SILENCE_LIMIT_S = 30
+"""How long the other end may leave what we sent unacknowledged; the kernel's own limit is a quarter of an hour."""
+
 
 def nodelay_transport(sock: socket.socket | paramiko.Channel, **options: Any) -> paramiko.Transport:
     """Return a transport over ``sock`` that sends small packets at once.
@@ -25,6 +28,8 @@ def nodelay_transport(sock: socket.socket | paramiko.Channel, **options: Any) ->
     if isinstance(sock, socket.socket):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_LIMIT_S * 1000)
     transport = paramiko.Transport(sock, **options)
     # A host that waits for a slow sibling sends nothing for minutes; firewalls forget silent connections.
     transport.set_keepalive(KEEPALIVE_S)

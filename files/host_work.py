@@ -2,8 +2,9 @@
 """Carry out the changes of one run on a host: one at a time, waited for, undone as a whole when one fails.
 
 Usage:
-  host_work.py --run RUN hold --who WHO [--hold-wait-s N]   hold the run lock while heartbeats arrive on stdin
-  host_work.py --run RUN do NAME [--limit-s N] [--detach] [--env K=V]... -- COMMAND...
+  host_work.py --run RUN hold --who WHO [--hold-wait-s N] [--again]   hold the run lock while heartbeats arrive on
+                                                       stdin; again: after a lost connection or a reboot
+  host_work.py --run RUN do NAME [--limit-s N] [--detach [--job ID]] [--env K=V]... -- COMMAND...
   host_work.py --run RUN write PATH [--mode 0644] [--undo] (--content-b64 TEXT | --stdin --size N --sha256 H)
   host_work.py --run RUN remove PATH [--undo]
   host_work.py --run RUN link PATH TARGET [--undo]
@@ -12,11 +13,12 @@ Usage:
   host_work.py --run RUN fail REASON                   undo what this run recorded, print REASON, exit 1
   host_work.py --run RUN settle                        wait for work that outlived its controller
   host_work.py --run RUN commit                        forget what could be undone: the run succeeded
-  host_work.py --run RUN reserve --for-s N             keep other runs out over a reboot we asked for
+  host_work.py --run RUN reboot [--for-s N]            reboot soon, and keep other runs out until this one is back
 
-Exit status: the command's own; 1 refused or failed; 2 usage; 75 a lock was not to be had in time.
-Changes are journalled in /var/lib/bringup/journal.json before they are made, so that they can be undone by a
-later process too. The standard library only, Python 3.8.
+Exit status: the command's own; 1 refused or failed; 2 usage; 75 the run lock is not, or no more, this run's, or
+a lock was not to be had in time. Changes are journalled in /var/lib/bringup/journal.json before they are made, so
+that they can be undone by a later process too. A run that begins puts back first what another one left half done.
+The standard library only, Python 3.8.
 """
 
 import argparse
@@ -37,10 +39,15 @@ RUN_DIR = os.environ.get("BRINGUP_RUN_DIR", "/run/bringup")
 STATE_DIR = os.environ.get("BRINGUP_STATE_DIR", "/var/lib/bringup")
 RUN_LOCK = os.path.join(RUN_DIR, "run.lock")
 WORK_LOCK = os.path.join(RUN_DIR, "work.lock")
+LAST_RUN = os.path.join(RUN_DIR, "last-run.json")
+CREDENTIALS = os.path.join(RUN_DIR, "credentials")
 JOBS = os.path.join(RUN_DIR, "jobs")
 JOURNAL = os.path.join(STATE_DIR, "journal.json")
 RESERVATION = os.path.join(STATE_DIR, "reservation.json")
 HEARTBEAT_LIMIT_S = float(os.environ.get("BRINGUP_HEARTBEAT_LIMIT_S", "30"))
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+# Long enough for the last words of a run's command to reach its controller.
+REBOOT_DELAY_S = 1
 LOCKED_OUT = 75
 
 
@@ -53,31 +60,34 @@ def main(argv):
     make_directory(STATE_DIR)
     if args.action == "hold":
         return hold(args)
-    if args.action == "reserve":
-        replace(RESERVATION, as_json({"run": args.run, "until_s": time.time() + args.for_s}), 0o644)
-        return 0
+    if args.action == "fail":
+        return fail(args)
     actions = {
         "write": write,
         "remove": remove,
         "link": link,
         "alternative": alternative,
         "cutover": cutover,
-        "fail": fail,
         "commit": commit,
+        "reboot": reboot,
         "settle": lambda _: 0,
     }
     try:
+        if args.action == "do" and not command:
+            raise ValueError("no command behind --")
         lock = take_work_lock(args)
         if lock is None:
             return LOCKED_OUT
+        if args.action == "do" and args.detach:
+            return do_detached(args, command, lock)  # what it undoes when it fails, it undoes under the lock
         if args.action == "do":
-            status = do(args, command, lock)
+            status = run_limited(command, environment_of(args), args.limit_s, None, lock)
         else:
             status = actions[args.action](args)
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         say("bringup: {}: {}".format(args.action, error))
         status = 1
-    if status not in (0, LOCKED_OUT) and args.action not in ("fail", "commit", "settle"):
+    if status != 0 and args.action not in ("commit", "settle"):
         undo(args.run)
     return status
 
@@ -99,10 +109,12 @@ def parser():
     one = actions.add_parser("hold")
     one.add_argument("--who", required=True)
     one.add_argument("--hold-wait-s", type=float, default=0.0)
+    one.add_argument("--again", action="store_true")
     one = actions.add_parser("do")
     one.add_argument("name")
     one.add_argument("--limit-s", type=float, default=1800.0)
     one.add_argument("--detach", action="store_true")
+    one.add_argument("--job", type=int, default=0)
     one.add_argument("--env", action="append", default=[])
     one = actions.add_parser("write")
     one.add_argument("path")
@@ -124,15 +136,18 @@ def parser():
     one.add_argument("reason")
     actions.add_parser("commit")
     actions.add_parser("settle")
-    one = actions.add_parser("reserve")
+    one = actions.add_parser("reboot")
     one.add_argument("--for-s", type=float, default=1800.0)
     return top
 
 
 def say(text):
-    """Write one line for people."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    """Write one line for people; nobody may be there to read it."""
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except OSError:
+        pass
 
 
 def as_json(value):
@@ -154,45 +169,112 @@ def read_json(path):
 
 def hold(args):
     """Hold the run lock until stdin ends, says ``bye``, or falls silent for 30 s."""
-    end = time.monotonic() + args.hold_wait_s
     descriptor = os.open(RUN_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     os.fchmod(descriptor, 0o644)
-    while True:
-        reserved = read_json(RESERVATION)
-        mine = not reserved or reserved.get("run") == args.run or reserved.get("until_s", 0) < time.time()
-        if mine:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
-        if time.monotonic() >= end:
-            holder = read_json(RUN_LOCK) if mine else reserved
-            print(json.dumps({"held": False, "holder": holder}), flush=True)
-            return LOCKED_OUT
-        time.sleep(0.2)
-    if reserved:
-        remove_quietly(RESERVATION)
-    content = as_json({"run": args.run, "who": args.who, "since_s": time.time(), "pid": os.getpid()})
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, content, 0)
+    in_the_way = wait_for_run_lock(args, descriptor)
+    last = read_json(LAST_RUN) or {}
+    if in_the_way is None and args.again and (last.get("run") not in (None, args.run) or last.get("undone")):
+        in_the_way = last
+    if in_the_way is not None:
+        print(json.dumps({"held": False, "holder": in_the_way}), flush=True)
+        return LOCKED_OUT
+    remove_quietly(RESERVATION)
+    content = {"run": args.run, "who": args.who, "since_s": time.time(), "pid": os.getpid()}
+    note_holder(descriptor, content)
+    replace(LAST_RUN, as_json({"run": args.run, "who": args.who, "undone": False}), 0o644)
+    if not put_back_leftovers(args):
+        note_holder(descriptor, None)
+        return LOCKED_OUT
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # a hang-up shows as the end of stdin; finish what follows
     print(json.dumps({"held": True}), flush=True)
-    said_bye = heartbeats()
+    said_bye = heartbeats(descriptor)
     journal = read_json(JOURNAL)
-    if not said_bye and journal and journal.get("cutover"):
+    if not said_bye and journal and journal.get("cutover") and journal.get("run") == args.run:
         # The controller vanished in the middle of a cutover: wait for what it started, then put all back.
+        note_holder(descriptor, dict(content, has_vanished=True))
         waiting = argparse.Namespace(run=args.run, wait_s=7200.0, action="undo")
         if take_work_lock(waiting) is not None:
+            replace(LAST_RUN, as_json({"run": args.run, "who": args.who, "undone": True}), 0o644)
             undo(args.run)
-    os.ftruncate(descriptor, 0)
+    remove_quietly(CREDENTIALS)
+    note_holder(descriptor, None)
     return 0
 
 
-def heartbeats():
-    """Read stdin until it ends; return whether the controller said goodbye."""
+def wait_for_run_lock(args, descriptor):
+    """Take the run lock on DESCRIPTOR; return None, or who is in the way.
+
+    A holder that lives is heard of within one heartbeat, and nobody waits for it longer than asked. One that fell
+    silent is waited for until it lets go, and so is a run whose reboot brought the host down.
+    """
+    started = time.monotonic()
+    first_beat = os.fstat(descriptor).st_mtime_ns
+    while True:
+        waited_s = time.monotonic() - started
+        holder, limit_s = reserved_by_another(args.run), args.hold_wait_s
+        if holder is not None:
+            is_up_again = holder.get("boot_id") not in (None, boot_id())
+            # Up again, its run comes back as soon as we could; still up, the reboot is about to happen.
+            limit_s = HEARTBEAT_LIMIT_S if is_up_again else 2 * HEARTBEAT_LIMIT_S
+            if is_up_again and waited_s >= limit_s:
+                holder = None
+        if holder is None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return None
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+            holder = read_json(RUN_LOCK) or {}
+            if holder.get("has_vanished"):
+                limit_s = args.wait_s
+            elif not holder:
+                limit_s = max(limit_s, 5)  # it is about to end, or to say who it is
+            elif os.fstat(descriptor).st_mtime_ns == first_beat:
+                limit_s = max(limit_s, HEARTBEAT_LIMIT_S + 5)
+        if waited_s >= limit_s:
+            return holder
+        time.sleep(0.1)
+
+
+def reserved_by_another(run):
+    """Return the reservation of a run that is not RUN and has not run out, or None."""
+    reserved = read_json(RESERVATION)
+    if not isinstance(reserved, dict) or reserved.get("run") == run or reserved.get("until_s", 0) < time.time():
+        return None
+    return reserved
+
+
+def boot_id():
+    """Return what names this boot of the host."""
+    with open(BOOT_ID) as file:
+        return file.read().strip()
+
+
+def note_holder(descriptor, content):
+    """Write into the run lock who holds it; None: nobody."""
+    os.ftruncate(descriptor, 0)
+    if content is not None:
+        os.pwrite(descriptor, as_json(content), 0)
+
+
+def put_back_leftovers(args):
+    """Undo what another run changed and neither finished nor undid; return False when its work does not end."""
+    journal = read_json(JOURNAL)
+    if not journal or journal.get("run") == args.run:
+        return True
+    lock = take_work_lock(argparse.Namespace(run=args.run, wait_s=args.wait_s, action="undo"))
+    if lock is None:
+        print(json.dumps({"held": False, "holder": read_json(WORK_LOCK) or {}}), flush=True)
+        return False
+    undo(journal.get("run"))
+    os.close(lock)
+    return True
+
+
+def heartbeats(descriptor):
+    """Read stdin until it ends; return whether the controller said goodbye. The lock's time shows the last beat."""
     buffer = b""
     while True:
         ready, _, _ = select.select([0], [], [], HEARTBEAT_LIMIT_S)
@@ -204,6 +286,7 @@ def heartbeats():
             return False
         if not data:
             return False
+        os.utime(descriptor)
         buffer = (buffer + data)[-64:]
         if b"bye\n" in buffer:
             return True
@@ -224,6 +307,9 @@ def take_work_lock(args):
                 raise
         holder = read_json(WORK_LOCK) or {}
         text = "{} of run {} (pid {})".format(holder.get("name"), holder.get("run"), holder.get("pid"))
+        job = getattr(args, "job", 0)
+        if job and holder.get("run") == args.run and holder.get("job") == job:
+            end = time.monotonic() + args.wait_s  # we come back to it: it has a limit of its own
         if time.monotonic() >= end:
             say("bringup: still at work on this host after {:.0f} s: {}".format(args.wait_s, text))
             return None
@@ -234,14 +320,13 @@ def take_work_lock(args):
     os.set_inheritable(descriptor, True)
     name = getattr(args, "name", args.action)
     os.ftruncate(descriptor, 0)
-    os.pwrite(
-        descriptor,
-        as_json({"run": args.run, "name": name, "since_s": time.time(), "pid": os.getpid()}),
-        0,
-    )
-    holder = read_json(RUN_LOCK)
-    if holder and holder.get("run") not in (None, args.run) and args.action not in ("undo", "fail"):
-        say("bringup: run {} holds this host now, not {}".format(holder.get("run"), args.run))
+    note = {"run": args.run, "name": name, "since_s": time.time(), "pid": os.getpid()}
+    os.pwrite(descriptor, as_json(dict(note, job=getattr(args, "job", 0))), 0)
+    holder = (read_json(RUN_LOCK) or {}).get("run")
+    if holder != args.run and args.action not in ("undo", "fail"):
+        # A connection that comes back after its silence finds its run over, and maybe another one at work.
+        say("bringup: {} holds this host now, not {}".format("run " + holder if holder else "no run", args.run))
+        os.close(descriptor)
         return None
     return descriptor
 
@@ -249,28 +334,43 @@ def take_work_lock(args):
 # ---------------------------------------------------------------- commands
 
 
-def do(args, command, lock):
-    """Run COMMAND under the work lock and return its status; detached, it outlives this process."""
-    if not command:
-        raise ValueError("no command behind --")
+def environment_of(args):
+    """Return the variables of a command: ours, and those that were given."""
     environment = dict(os.environ)
     environment.update(pair.split("=", 1) for pair in args.env)
-    if not args.detach:
-        return run_limited(command, environment, args.limit_s, None, lock)
+    return environment
+
+
+def do_detached(args, command, lock):
+    """Run COMMAND so that it outlives this process, and return its status; a job that is done is not done again.
+
+    Jobs are numbered within their run. The same one is asked for again when its controller lost the connection:
+    whoever comes second finds the work lock taken until the job is over, and its result. One that waited for the
+    lock while its run went on without it comes too late and does nothing.
+    """
     job = os.path.join(JOBS, "{}-{}".format(args.run, args.name))
+    result, log = os.path.join(job, "result.json"), os.path.join(job, "log")
+    last = os.path.join(JOBS, args.run + ".last")
+    begun = read_json(last) or 0
+    done = read_json(result)
+    if args.job and args.job < begun:
+        say("bringup: job {} of run {} has begun: number {} is over".format(begun, args.run, args.job))
+        return LOCKED_OUT
+    if args.job and done is not None and done.get("job") == args.job:
+        os.close(lock)
+        return follow(log, result, None)
     os.makedirs(job, mode=0o700, exist_ok=True)
-    result = os.path.join(job, "result.json")
+    replace(last, as_json(args.job), 0o600)
     remove_quietly(result)
-    log = os.path.join(job, "log")
     open(log, "wb").close()
     child = os.fork()
     if child == 0:
-        detached(command, environment, args.limit_s, log, result, lock, args.run)
+        detached(args, command, log, result, lock)
     os.close(lock)  # the child holds it now
     return follow(log, result, child)
 
 
-def detached(command, environment, limit_s, log, result, lock, run):
+def detached(args, command, log, result, lock):
     """Run COMMAND in a session of its own; write its status; undo the run when it failed. Never returns."""
     try:
         os.setsid()
@@ -280,11 +380,11 @@ def detached(command, environment, limit_s, log, result, lock, run):
         for number in (signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         started = time.time()
-        status = run_limited(command, environment, limit_s, log, lock)
+        status = run_limited(command, environment_of(args), args.limit_s, log, lock)
         if status != 0:
-            undo(run)
+            undo(args.run)
         seconds = round(time.time() - started, 3)
-        replace(result, as_json({"status": status, "seconds": seconds}), 0o600)
+        replace(result, as_json({"status": status, "seconds": seconds, "job": args.job}), 0o600)
     finally:
         os._exit(0)
 
@@ -332,21 +432,28 @@ def run_limited(command, environment, limit_s, log, lock):
 
 
 def follow(log, result, child):
-    """Copy the log to stdout as it grows until the result is there; return the job's status."""
+    """Copy the log to stdout as it grows until the result is there; return the job's status.
+
+    ``child`` None: the job is over. When nobody reads any more this process ends, and the job goes on.
+    """
     with open(log, "rb") as stream:
         while True:
             done = read_json(result)
             chunk = stream.read(65536)
             if chunk:
-                sys.stdout.buffer.write(chunk)
-                sys.stdout.buffer.flush()
+                try:
+                    sys.stdout.buffer.write(chunk)
+                    sys.stdout.buffer.flush()
+                except OSError:
+                    os._exit(1)
                 continue
             if done is not None:
                 return int(done["status"])
-            ended, _ = os.waitpid(child, os.WNOHANG)
-            if ended and read_json(result) is None:
-                say("bringup: the job ended without a result")
-                return 1
+            if child is not None:
+                ended, _ = os.waitpid(child, os.WNOHANG)
+                if ended and read_json(result) is None:
+                    say("bringup: the job ended without a result")
+                    return 1
             time.sleep(0.05)
 
 
@@ -461,9 +568,9 @@ def cutover(args):
 
 
 def undo(run):
-    """Bring back what the journal names, last change first, and restart the units of an open cutover."""
+    """Bring back what RUN journalled, last change first, and restart the units of an open cutover."""
     journal = read_json(JOURNAL)
-    if not journal:
+    if not journal or journal.get("run") != run:
         return
     for entry in reversed(journal["entries"]):
         try:
@@ -487,9 +594,7 @@ def restore(entry):
         if was["status"] == "auto":
             subprocess.run(["update-alternatives", "--quiet", "--auto", entry["name"]], check=True)
         else:
-            subprocess.run(
-                ["update-alternatives", "--quiet", "--set", entry["name"], was["value"]], check=True
-            )
+            subprocess.run(["update-alternatives", "--quiet", "--set", entry["name"], was["value"]], check=True)
     elif not entry["existed"]:
         remove_quietly(entry["path"])
     elif "target" in entry:
@@ -499,10 +604,35 @@ def restore(entry):
 
 
 def fail(args):
-    """Undo this run's changes and end with the reason."""
-    undo(args.run)
+    """Undo this run's changes, where there are any, and end with the reason."""
+    journal = read_json(JOURNAL)
+    if journal and journal.get("run") == args.run and take_work_lock(args) is not None:
+        undo(args.run)
     say(args.reason)
     return 1
+
+
+def reboot(args):
+    """Reboot in a moment, keep other runs out until this one had time to come back, and print this boot's name.
+
+    Reserved and asked for in one step: a controller that dies cannot leave the one without the other.
+    """
+    before = boot_id()
+    now, who = time.time(), (read_json(RUN_LOCK) or {}).get("who")
+    note = {"run": args.run, "who": who, "boot_id": before, "since_s": now, "until_s": now + args.for_s}
+    replace(RESERVATION, as_json(note), 0o644)
+    # systemd starts it: whatever ends with our session must not end the reboot.
+    started = subprocess.run(
+        ["systemd-run", "--quiet", "--collect", "--timer-property=AccuracySec=100ms",
+         "--on-active={}s".format(REBOOT_DELAY_S), "systemctl", "reboot"],
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )  # fmt: skip
+    if started.returncode != 0:
+        remove_quietly(RESERVATION)
+        return 1
+    print(before, flush=True)
+    return 0
 
 
 def commit(args):

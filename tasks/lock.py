@@ -14,12 +14,17 @@ from pyinfra.api import FunctionCommand, Host, deploy, operation
 from pyinfra.context import ctx_host
 
 from bringup import drift, facts
+from bringup.errors import HostError
 from bringup.finding import Finding
+from tasks import connection
 from tasks.channel import Channel, open_channel
 from tasks.run import Commands, Context, converges, install_worker, is_executing, work, worker_path
 
 HEARTBEAT_S = 5.0
 """Well below the 30 s after which ``host_work.py`` gives the lock up."""
+
+COME_BACK_LIMIT_S = 900.0
+"""How long a run tries to reach a host that it lost; what it started there goes on meanwhile."""
 
 _held: WeakKeyDictionary[Host, tuple[Channel, Any]] = WeakKeyDictionary()
 
@@ -44,14 +49,18 @@ def run_lock(context: Context) -> Commands:
     yield from acquire()
 
 
-def acquire() -> Commands:
-    """Yield the commands that take the run lock; after a reboot they take it again."""
+def acquire(*, again: bool = False) -> Commands:
+    """Yield the commands that take the run lock; ``again`` after a reboot."""
     yield install_worker()
-    yield FunctionCommand(_hold, (), {})
+    yield FunctionCommand(_hold, (), {"again": again})
     yield work("settle")
 
 
-def _hold() -> bool:
+def _hold(*, again: bool = False) -> None:
+    """Take the run lock; raise HostError when it is not to be had, the reason told as a finding.
+
+    ``again``: after a reboot or a lost connection, where it counts whether another run came in between.
+    """
     host: Host = ctx_host.get()
     chosen = facts.settings(host)
     let_go(host)
@@ -60,15 +69,38 @@ def _hold() -> bool:
         [
             "python3", worker_path(), "--run", facts.RUN_ID,
             "hold", "--who", chosen.who or who(), "--hold-wait-s", str(chosen.lock_wait_s),
+            *(["--again"] if again else []),
         ],
     )  # fmt: skip
-    answer = json.loads(channel.readline() or "{}")
-    if not answer.get("held"):
-        facts.tell_finding(host, taken(answer.get("holder") or {}))
+    said = channel.readline()
+    try:
+        answer = json.loads(said)
+    except ValueError:
         channel.close()
-        return False
+        raise HostError("the run lock cannot be taken", host=host.name, why=said or "the host said nothing") from None
+    if not answer["held"]:
+        channel.close()
+        refusal = taken(answer["holder"]) if answer["holder"].get("run") != facts.RUN_ID else put_back()
+        facts.tell_finding(host, refusal)
+        raise HostError(refusal.cause, host=host.name)
     _held[host] = (channel, gevent.spawn(_beat, channel))
     facts.invalidate(host)
+
+
+def come_back(host: Host) -> bool:
+    """Connect to a host whose connection was lost and take its run lock again; return whether that worked.
+
+    Why it did not is told as a finding.
+    """
+    let_go(host)
+    if not connection.reconnect(host, COME_BACK_LIMIT_S):
+        facts.tell_finding(host, vanished(COME_BACK_LIMIT_S))
+        return False
+    try:
+        _hold(again=True)
+    except (HostError, OSError, EOFError) as error:
+        host.log(f"cannot go on: {error}")
+        return False
     return True
 
 
@@ -89,6 +121,26 @@ def taken(holder: dict[str, Any]) -> Finding:
         cause=f"another run holds this host: {holder.get('who') or holder.get('run') or 'it does not say who'}",
         remedy="wait for it and run again; the lock ends with its run, nothing has to be removed",
         evidence={key: value for key, value in holder.items() if key in ("run", "who", "since_s", "until_s")},
+    )
+
+
+def put_back() -> Finding:
+    """Return the finding for a run whose cutover the host undid because it heard nothing any more."""
+    return Finding(
+        code="BU-SSH-004",
+        severity="error",
+        cause="the connection was lost during the cutover, and the host put the old state back",
+        remedy="run bringup apply again",
+    )
+
+
+def vanished(limit_s: float) -> Finding:
+    """Return the finding for a host that did not come back after its connection was lost."""
+    return Finding(
+        code="BU-SSH-005",
+        severity="error",
+        cause=f"the connection was lost, and the host could not be reached for {limit_s:.0f} s",
+        remedy="what was started there goes on; run bringup apply again when the host answers",
     )
 
 

@@ -16,11 +16,15 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, wraps
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pyinfra.api import FunctionCommand, Host, QuoteString, StringCommand, operation
+import paramiko
+from pyinfra.api import FunctionCommand, Host, QuoteString, State, StringCommand, operation
+from pyinfra.connectors.util import CommandOutput
 from pyinfra.context import ctx_host, ctx_state
+from typing_extensions import override
 
 from bringup import drift, facts, paths
 from bringup.drift import Difference
@@ -28,6 +32,7 @@ from bringup.errors import BringupError
 from bringup.finding import Finding
 from bringup.host_state import HostState
 from bringup.stack import Stack
+from tasks import connection
 
 Command = StringCommand | FunctionCommand
 Commands = Generator[Command, None, None]
@@ -199,9 +204,11 @@ def install_worker() -> StringCommand:
     )  # fmt: skip
 
 
-def work(*arguments: str | int | float, wait_s: float = WORK_WAIT_S) -> StringCommand:
+def work(
+    *arguments: str | int | float, wait_s: float = WORK_WAIT_S, kind: type[StringCommand] = StringCommand
+) -> StringCommand:
     """Return a command for ``host_work.py``; every argument is quoted."""
-    return StringCommand(
+    return kind(
         "python3",
         worker_path(),
         "--run",
@@ -210,6 +217,28 @@ def work(*arguments: str | int | float, wait_s: float = WORK_WAIT_S) -> StringCo
         str(wait_s),
         *(QuoteString(str(argument)) for argument in arguments),
     )
+
+
+class Detached(StringCommand):
+    """A command that goes on when its connection is lost; this run comes back to it and never starts it twice."""
+
+    @override
+    def execute(self, state: State, host: Host, connector_arguments: Any) -> tuple[bool, CommandOutput]:
+        """Run the command to its end, over as many connections as that takes; return (success, output)."""
+        from tasks import lock  # it is built on this module
+
+        while True:
+            try:
+                is_done, output = super().execute(state, host, connector_arguments)
+            except (OSError, EOFError, paramiko.SSHException):
+                is_done, output = False, CommandOutput([])
+            if is_done or not connection.is_lost(host):
+                return is_done, output
+            if not lock.come_back(host):
+                return False, output
+
+
+_jobs = count(1)
 
 
 def do(
@@ -222,11 +251,13 @@ def do(
 ) -> StringCommand:
     """Return a command that runs ``argv`` on the host under the work lock, ended after ``limit_s`` seconds.
 
-    Detached, it goes on when the connection is lost; its log is followed and its status returned.
+    Detached, it goes on when the connection is lost; its log is followed and its status returned. The run comes
+    back to it over a new connection.
     """
     variables = [part for key, value in (environment or {}).items() for part in ("--env", f"{key}={value}")]
-    flags = ["--detach"] if detach else []
-    return work("do", name, "--limit-s", limit_s, *flags, *variables, "--", *argv)
+    flags = ["--detach", "--job", str(next(_jobs))] if detach else []
+    kind = Detached if detach else StringCommand
+    return work("do", name, "--limit-s", limit_s, *flags, *variables, "--", *argv, kind=kind)
 
 
 def shell(name: str, script: str, *, limit_s: float = 600, detach: bool = False) -> StringCommand:

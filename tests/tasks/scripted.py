@@ -163,7 +163,7 @@ def shown(command: str) -> str:
     text = " ".join(words)
     text = text.replace(running.worker_path(), "WORKER").replace(facts.RUN_ID, "RUN")
     text = re.sub(r"/run/bringup/(\w+)-[0-9a-f]{12}\.py", r"\1.py", text)
-    text = re.sub(r"--limit-s \S+ ", "", text)
+    text = re.sub(r"--(limit-s|job) \S+ ", "", text)
     return re.sub(r"--content-b64 \S+", "...", text)
 
 
