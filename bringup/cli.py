@@ -22,8 +22,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-COMMANDS = ("plan", "apply", "verify", "drift", "rollback", "trust", "lock")
-GROUPS = ("lab",)
+COMMANDS = ("plan", "apply", "verify", "drift", "rollback", "trust", "lock", "bundle")
+GROUPS = ("abi", "lab")
 
 
 def _version(wanted: bool) -> None:
