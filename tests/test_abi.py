@@ -389,6 +389,11 @@ def test_levels(file, torch, level):
     assert judge(wheel(file), torch, catalogue=CATALOGUE).level == level
 
 
+def test_a_missing_library_of_torch_stands_for_all_its_names():
+    file = extension("a.so", CHECK_OLD, LOGGER, needed=("libtorch_xpu.so",))
+    assert kinds(judge(wheel(file), V210, catalogue=CATALOGUE)) == [("broken-library", "a.so", "libtorch_xpu.so")]
+
+
 def test_an_unreadable_file_is_never_sound():
     verdict = judge(
         wheel(extension("a.so", STABLE), SharedFile.unreadable("b.so", "empty file")), V29, catalogue=CATALOGUE
@@ -704,6 +709,14 @@ def test_a_torch_with_a_damaged_library_is_broken():
     verdicts = {v.name: v for v in judge_environment(parse_environment(document))}
     assert verdicts["torch"].level is Level.BROKEN_LIBRARY
     assert verdicts["torch"].findings[0].file == "torch/lib/libtorch_python.so"
+
+
+def test_what_the_process_holds_already_is_not_judged_again():
+    # libc10 is loaded; that it misses a name now, after a partial upgrade say, breaks torch and not the extension.
+    document = without_missing(answer())
+    document["files"][1]["undefined"] = [4]
+    verdicts = {v.name: v for v in judge_environment(parse_environment(document))}
+    assert verdicts["ext"].level is Level.OK
 
 
 def test_without_an_interpreter_its_names_are_not_missed():

@@ -35,11 +35,6 @@ def belongs_to_torch(name: str, known: Container[str] = frozenset()) -> bool:
     return not _RUNTIME_NAME.match(name) and not _PYTHON_NAME.match(name) and name in known
 
 
-def is_python_name(name: str) -> bool:
-    """Return whether a name is of Python's C interface, which the interpreter supplies."""
-    return _PYTHON_NAME.match(name) is not None
-
-
 def is_torch_library(library: str) -> bool:
     """Return whether a library lives in torch/lib."""
     return _TORCH_LIBRARY.match(library) is not None

@@ -18,7 +18,6 @@ from bringup.abi.names import (
     belongs_to_torch,
     demangle,
     is_bundled_copy,
-    is_python_name,
     is_stable_interface,
     is_torch_library,
 )
@@ -439,7 +438,7 @@ def _symbol_findings(file: SharedFile, load: Load, known: _Catalogue) -> Iterato
         )
         unresolved = {*part.undefined, *versioned}.difference(*tables)
         for name in sorted(unresolved):
-            if is_open and (is_python_name(name) or not known.owns(name)):
+            if is_open and not known.owns(name):
                 continue
             yield AbiFinding(
                 "broken-symbol",
