@@ -315,6 +315,25 @@ def test_what_is_written_is_read(needed, exports, undefined_names):
     assert [s.name for s in elf.undefined] == undefined_names
 
 
+CORPUS = json.loads((FIXTURES / "corpus/outcomes.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "outcome"), [pytest.param(*item, id=item[0]) for item in CORPUS.items()])
+def test_what_fuzzing_found_worth_keeping(name, outcome):
+    data = (FIXTURES / "corpus" / name).read_bytes()
+    kind, body = data[0] % 3, data[1:]
+    try:
+        if kind == 0:
+            probe.read_bytes(body)
+        else:
+            missing, base = ((0, "x.so"), (1 << 28, "libone.so.1.0"))[kind - 1]
+            probe.read_prefix(body, len(body) + missing, base)
+        said = "read"
+    except probe.ElfError as problem:
+        said = f"{type(problem).__name__}: {problem}"
+    assert said == outcome
+
+
 # --- prefixes -------------------------------------------------------------------------------------------
 
 
