@@ -258,7 +258,8 @@ def _measure(context: Context, proved: Target) -> Commands:
     if refusal is not None:
         yield refuse(host, refusal)
         return
-    yield write(RECORD, json.dumps(record(context, proved, results), sort_keys=True) + "\n")
+    # Whatever fails after this leaves the old environment serving, and with it what was proved of that one.
+    yield write(RECORD, json.dumps(record(context, proved, results), sort_keys=True) + "\n", undo=True)
 
 
 def health_of(document: Mapping[str, Any]) -> tuple[Finding, ...]:

@@ -24,7 +24,7 @@ CHECK = {
     "imports": {},
     "nvrtc": {},
 }
-STEPS = ["settle", "stack_check", "allreduce_bench", f"write {verify.RECORD} --mode 0644 ..."]
+STEPS = ["settle", "stack_check", "allreduce_bench", f"write {verify.RECORD} --mode 0644 --undo ..."]
 
 
 def bench(**more: object) -> Answer:
