@@ -555,7 +555,7 @@ _SONAME_LIKE = re.compile(r"[^/\s$:]+\.so(\.[0-9A-Za-z_]+)*\Z")
 def read_prefix(data: bytes, size_bytes: int, name: str) -> Elf:
     """Read the tables of a shared object from its first bytes.
 
-    ``data`` is a prefix of the file, ``size_bytes`` the length of the whole file, ``name`` its base name.
+    ``data`` is a prefix of the file, ``size_bytes`` the length of the whole file, ``name`` its name.
     The dynamic section lies at the end of a file, behind the GPU code, so the tables are found by their
     order as GNU ld and mold write them: hash table, symbols, strings, version indexes, versions. A file is
     believed only if every exported name hashes to the value that the hash table holds for it.
@@ -853,6 +853,7 @@ def _front_dynamic_strings(
     version_texts = set(versions.definitions) | {text for text, _ in versions.names.values()}
     needed = list(versions.needs)
     paths: List[str] = []
+    name = name.rsplit("/", 1)[-1]
     own, stem = versions.base, _AUDITWHEEL_TAG.sub("", name.split(".so")[0])
     position = 1
     while position < len(strings):

@@ -399,6 +399,20 @@ def test_a_blanked_rpath_does_not_end_the_strings():
     assert front.runpath == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "soname", "needed"),
+    [
+        pytest.param("libthree.so.1.2", "libthree.so.1", {"libone.so.1", "libc.so.6"}, id="own name"),
+        pytest.param("a.libs/libthree-0481ee11.so.1", "libthree.so.1", {"libone.so.1", "libc.so.6"}, id="bundled copy"),
+        pytest.param("other.so", None, {"libone.so.1", "libc.so.6", "libthree.so.1"}, id="cannot be told"),
+    ],
+)
+def test_the_name_of_the_file_tells_its_soname_from_what_it_needs(name, soname, needed):
+    data = (FIXTURES / "libthree.so.1.2").read_bytes()
+    front = probe.read_prefix(data, len(data), name)
+    assert (front.soname, set(front.needed)) == (soname, needed)
+
+
 def test_a_changed_name_is_not_believed():
     data = TWO.replace(b"\0beside\0", b"\0beyond\0")
     assert data != TWO
