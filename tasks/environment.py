@@ -248,6 +248,15 @@ def _install(context: Context, run: _Builder, step: Step, locked: LockedStep, se
     yield from _import(run, step)
 
 
+@cache
+def torch_releases(machine: str) -> tuple[abi.TorchRelease, ...]:
+    """Return the torch releases whose exports are known, by which the guard tells what a wheel would fit."""
+    # Loaded only by a run that builds: the index takes a second and 100 MB.
+    from bringup import torch_index
+
+    return torch_index.load(machine).catalogue
+
+
 def loads(context: Context, path: str, locked: LockedStep, added: Container[str]) -> Iterator[Finding]:
     """Judge by the ELF tables whether what a step added would load; nothing before torch is there.
 
@@ -269,6 +278,7 @@ def loads(context: Context, path: str, locked: LockedStep, added: Container[str]
     sound = [file.distribution for file in locked.files if file.verdict in ("ok", "ok-stable")]
     verdicts = abi.judge_environment(
         environment,
+        catalogue=torch_releases(str(answer.get("machine"))),
         capability=next((gpu.compute_capability for gpu in listed if gpu.compute_capability), None),
         built_for=dict.fromkeys((canonicalize_name(name) for name in sound), minor),
         optional=optional,
