@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -747,3 +748,10 @@ def _seconds(action) -> float:
     before = time.process_time()
     action()
     return time.process_time() - before
+
+
+def test_the_probe_is_python_3_8_and_uses_the_standard_library_alone():
+    tree = ast.parse(PROGRAM.read_text(), feature_version=(3, 8))
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) if node.module}
+    assert modules <= set(sys.stdlib_module_names) | {"__future__"}
