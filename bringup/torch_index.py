@@ -7,6 +7,7 @@ say them, and a hash packs worse than the names that it replaces.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import lzma
 import os
@@ -28,7 +29,7 @@ from bringup.abi import TorchRelease, brought_libraries
 from bringup.errors import BringupError, InputError
 from bringup.locking.compile import Compiler, Project, best_wheel
 from bringup.locking.settings import Sources
-from bringup.wheels import Archive, Offer, Source, machine_of, metadata_of, open_source, text_of
+from bringup.wheels import Archive, Offer, Source, WheelReader, machine_of, metadata_of, open_source, text_of
 
 SHIPPED = "torch_exports.json.xz"
 """The index that travels with bringup, in its data directory."""
@@ -279,19 +280,36 @@ def _order(version: str) -> tuple[Version, str]:
 # Making it.
 
 
-def index_offer(
-    http: httpx.Client, offer: Offer, sources: Sources, *, say: Callable[[str], None] = lambda _: None
+def index_torch(
+    reader: WheelReader, what: str, platform: str, *, say: Callable[[str], None] = lambda _: None
 ) -> IndexedTorch:
-    """Read a torch wheel of an index: fetched once, whole, its hash tested, and nothing of it kept.
+    """Read a torch wheel: a requirement such as ``torch==2.10.0``, or a path or address that ends in .whl.
 
-    Almost all of a torch wheel are the two libraries whose names count, so ranges would save little. Raises
-    BringupError when the wheel cannot be had or is not a torch, InputError when its CUDA wheels cannot be
-    resolved on ``sources``.
+    A wheel of an index is fetched once, whole, its hash tested, and nothing of it is kept: almost all of it are
+    the two libraries whose names count, so ranges would save little. Raises InputError when there is no such
+    wheel or its CUDA wheels cannot be resolved, BringupError when it cannot be had or is no torch.
     """
-    with open_source(
-        http, offer.url, login=offer.login, size_bytes=offer.size_bytes, sha256=offer.sha256, whole=True
-    ) as source:
-        return index_wheel(http, source, offer.file, offer.sha256 or "", sources, say=say)
+    if what.endswith(".whl"):
+        with reader.opened(what, platform) as (source, file):
+            return index_wheel(reader.http, source, file, sha256_of(source), reader.sources, say=say)
+    offer = reader.indexes.find(what, platform)
+    return index_offer(reader, offer, say=say)
+
+
+def index_offer(reader: WheelReader, offer: Offer, *, say: Callable[[str], None] = lambda _: None) -> IndexedTorch:
+    """Read a torch wheel of an index, as `index_torch` does."""
+    say(f"fetching {offer.file}" + (f", {offer.size_bytes / 1e6:.0f} MB" if offer.size_bytes else ""))
+    with reader.open_offer(offer, whole=True) as source:
+        sha256 = offer.sha256 or sha256_of(source)
+        return index_wheel(reader.http, source, offer.file, sha256, reader.sources, say=say)
+
+
+def sha256_of(source: Source) -> str:
+    """Return the hash of all bytes of a source."""
+    digest = hashlib.sha256()
+    for start in range(0, source.size_bytes, 8 << 20):
+        digest.update(source.read(start, min(8 << 20, source.size_bytes - start)))
+    return digest.hexdigest()
 
 
 def index_wheel(
@@ -303,7 +321,7 @@ def index_wheel(
     *,
     say: Callable[[str], None] = lambda _: None,
 ) -> IndexedTorch:
-    """Read a torch wheel out of any source of bytes. Raises as `index_offer` does."""
+    """Read a torch wheel out of any source of bytes. Raises as `index_torch` does."""
     try:
         name, version, _, tags = parse_wheel_filename(file)
     except InvalidWheelFilename as error:

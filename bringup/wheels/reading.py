@@ -10,7 +10,7 @@ import io
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -30,8 +30,8 @@ MAX_METADATA_BYTES = 8 << 20
 MAX_RECORD_BYTES = 64 << 20
 MAX_SHARED_FILES = 4000
 
-# 128 KiB hold the tables of most extensions with a hundred megabytes of GPU code behind them.
-_FIRST_BYTES = 128 << 10
+# This holds the tables of nearly every extension with a hundred megabytes of GPU code behind them.
+_FIRST_BYTES = 176 << 10
 _FIRST_LOOK_BYTES = 1 << 20
 _AT_ONCE = 64
 # The longest real tables at the front of an extension end at 8.4 MB; beyond this the whole member is fetched.
@@ -187,24 +187,36 @@ def _shared_files(
     archive: Archive, members: list[Member], machine: str | None, record: Mapping[str, str | None]
 ) -> Iterator[tuple[str, tuple[SharedFile, How]]]:
     """Yield each shared object by its installed path, with how it was read."""
-    probe = host_script("abi_probe")
     for member in members:
         archive.check_size(member)
-    batches = (members[n : n + _AT_ONCE] for n in range(0, len(members), _AT_ONCE))
-    for front in chain.from_iterable(archive.fronts(batch, _FIRST_BYTES) for batch in batches):
-        path = installed_path(front.member.path)
-        how: How = "wheel" if archive.source.whole else "prefix"
-        try:
-            elf, is_front = _elf(probe, archive, front, record.get(path))
-            if not is_front and how == "prefix":
-                how = "member"
-            if machine is not None and elf.machine != machine:
-                facts = SharedFile.unreadable(path, f"it is for {elf.machine}, its wheel for {machine}")
-            else:
-                facts = SharedFile.from_elf(path, elf)
-        except probe.ElfError as problem:
-            facts = SharedFile.unreadable(path, str(problem))
-        yield path, (facts, how)
+    # Wheels hold copies where symbolic links would do (libx.so, libx.so.0): one of them is read for all.
+    copies: dict[object, list[Member]] = {}
+    for member in members:
+        sha256 = record.get(installed_path(member.path))
+        copies.setdefault((sha256, member.crc32, member.size_bytes) if sha256 else member.path, []).append(member)
+    firsts = [same[0] for same in copies.values()]
+    batches = (firsts[n : n + _AT_ONCE] for n in range(0, len(firsts), _AT_ONCE))
+    fronts = chain.from_iterable(archive.fronts(batch, _FIRST_BYTES) for batch in batches)
+    for front, same in zip(fronts, copies.values(), strict=True):
+        facts, how = _shared_file(archive, front, machine, record.get(installed_path(front.member.path)))
+        for member in same:
+            path = installed_path(member.path)
+            yield path, (replace(facts, path=path), how)
+
+
+def _shared_file(archive: Archive, front: Front, machine: str | None, sha256: str | None) -> tuple[SharedFile, How]:
+    probe = host_script("abi_probe")
+    path = installed_path(front.member.path)
+    how: How = "wheel" if archive.source.whole else "prefix"
+    try:
+        elf, is_front = _elf(probe, archive, front, sha256)
+    except probe.ElfError as problem:
+        return SharedFile.unreadable(path, str(problem)), how
+    if not is_front and how == "prefix":
+        how = "member"
+    if machine is not None and elf.machine != machine:
+        return SharedFile.unreadable(path, f"it is for {elf.machine}, its wheel for {machine}"), how
+    return SharedFile.from_elf(path, elf), how
 
 
 def _elf(probe: Any, archive: Archive, front: Front, sha256: str | None) -> tuple[Any, bool]:
@@ -220,7 +232,8 @@ def _elf(probe: Any, archive: Archive, front: Front, sha256: str | None) -> tupl
         except probe.PrefixTooShort as problem:
             if problem.wanted_bytes > min(_MAX_FRONT_BYTES, member.size_bytes):
                 break
-            front.grow(max(problem.wanted_bytes, len(front.data) + 1))
+            # What is asked for is one table; the next ones are hardly longer.
+            front.grow(problem.wanted_bytes + (problem.wanted_bytes >> 2))
         except probe.PrefixUnreadable:
             break
     if member.size_bytes <= _IN_MEMORY_BYTES:
