@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bringup.abi import (
     Distribution,
@@ -539,6 +541,27 @@ def test_a_known_release_without_requirement_is_looked_up():
 )
 def test_declared_torch(lines, expected):
     assert declared_torch(lines) == expected
+
+
+SOME_NAMES = [ALWAYS, CHECK_OLD, CHECK_NEW, LOGGER, STABLE_NEW, STD_STRING, "dlsym", "PyObject_Call", "cudaMalloc"]
+
+
+@settings(deadline=2000)
+@given(
+    undefined=st.sets(st.sampled_from(SOME_NAMES)),
+    exports=st.sets(st.sampled_from(SOME_NAMES)),
+    more=st.sets(st.sampled_from(SOME_NAMES)),
+)
+def test_what_is_missing_is_what_nobody_in_scope_exports(undefined, exports, more):
+    distribution = wheel(extension("a.so", *undefined), requires_torch="==2.9.1")
+
+    def missing(names: set[str]) -> frozenset[str]:
+        verdict = judge(distribution, release("2.9.1+cu128", "12.8", *names), catalogue=CATALOGUE)
+        assert verdict.level.is_broken == bool(verdict.missing_symbols)
+        return verdict.missing_symbols
+
+    assert missing(exports) == {name for name in undefined - exports if belongs_to_torch(name)}
+    assert missing(exports | more) <= missing(exports)
 
 
 # --- names and tables -----------------------------------------------------------------------------------
