@@ -1960,6 +1960,9 @@ def worker_main(options):
             report.log_directory = tempfile.mkdtemp(prefix="allreduce-bench-")
             let_nccl_talk(os.environ, report.log_directory)
         tell = report.feed
+    if not options.allow_multicast:
+        # torch makes multicast objects with every symmetric allocation where the GPUs can, asked for or not.
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     context = Context(options, tell)
     backends = options.backends
     if "BENCH_BACKENDS" in os.environ:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from bringup import paths
@@ -135,6 +136,19 @@ def test_no_false_alarm(label: str) -> None:
 
 def test_ten_healthy_runs_are_among_them() -> None:
     assert sum(label.startswith("healthy ") for label in CAPTURED) == 10
+
+
+def test_apply_on_that_machine_checks_what_is_there_and_changes_nothing_again() -> None:
+    root = Path(__file__).parents[1]
+    schema = json.loads((root / "docs" / "reference" / "results.schema.json").read_text(encoding="utf-8"))
+    first, second = json.loads((FIXTURES / "h200x2_apply.json").read_text(encoding="utf-8"))
+    for document in (first, second):
+        jsonschema.validate(document, schema)
+    assert [first["summary"]["changes"], second["summary"]["changes"]] == [2, 0]
+    steps = {step["name"]: step["status"] for step in first["hosts"]["@local"]["steps"]}
+    assert (steps["environment"], steps["verify"]) == ("unchanged", "measured")
+    measured = {entry["backend"]: entry for entry in first["hosts"]["@local"]["verification"]["backends"]}
+    assert (measured["nccl"]["verdict"], measured["nccl"]["ranks"]) == ("pass", 2)
 
 
 @pytest.mark.parametrize("label", ["fault neighbour_copying", "fault neighbour_computing"])
@@ -327,7 +341,7 @@ def test_slow_twice_counts_and_says_so() -> None:
     slow = parse(CAPTURED["fault channels_16"])
     verdict = judge(Runs(slow, slow), TABLE)
     assert (verdict.state, verdict.request) == ("slow", None)
-    assert verdict.findings[0].evidence["found"] == "279.1 GB/s busbw, 2 of 2 runs"
+    assert verdict.findings[0].evidence["found"] == "282.1 GB/s busbw, 2 of 2 runs"
     assert verdict.findings[0].evidence["wanted"] == ">= 292 GB/s busbw"
 
 
@@ -480,7 +494,7 @@ def test_results_carry_what_was_found_and_why() -> None:
     verdict = judge(Runs(parse(CAPTURED["fault channels_8"])), TABLE, required=("nccl",))
     by_name = {judgement.backend: judgement.as_result() for judgement in verdict.backends}
     assert (by_name["nccl"]["verdict"], by_name["nccl"]["required"]) == ("fail", True)
-    assert by_name["nccl"]["reason"] == "wanted >= 292 GB/s busbw, found 161.2 GB/s busbw"
+    assert by_name["nccl"]["reason"] == "wanted >= 292 GB/s busbw, found 161.9 GB/s busbw"
     assert by_name["symm_two_shot"]["verdict"] == "pass"
     assert by_name["symm_multimem"]["state"] == "missing"
     assert by_name["symm_multimem"]["reason"] == "rank 0: multicast is not allowed (--allow-multicast)"

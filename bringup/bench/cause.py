@@ -52,6 +52,7 @@ HARDWARE_CODES = ("BU-VFY-311", "BU-VFY-312", "BU-VFY-313", "BU-VFY-314", "BU-VF
 # How far a figure must be off before it speaks. Healthy pairs of H200 stay within 4 % between the GPUs of one
 # host in matrix products and 1 % between directions of one link; a GPU shared with another process loses half.
 SHARED_GPU = 1.25
+SHARED_GPU_AND_LINK = 1.5
 SLOW_GPU = 1.15
 SLOW_PAIR = 0.75
 SHARED_LINK = 0.85
@@ -285,10 +286,12 @@ def neighbour_on_gpu(scene: Scene) -> Iterator[Cause]:
     """Another process computes on one of the GPUs and takes turns with us."""
     unsteady, compute = scene.unsteady(), scene.document.probes.compute
     fastest = min((one.median_us for one in compute), default=0.0)
+    has_shared_link = _shared_link(scene) is not None
     for one in compute:
         # The median is a product alone on the GPU, the mean counts the turns of others. Evenly slow products
         # speak of low clocks instead, unless the small collectives are unsteady too.
-        has_turns = one.mean_us > SHARED_GPU * one.median_us
+        # Copies of somebody else take a little of a GPU's time too, but mostly of its links.
+        has_turns = one.mean_us > (SHARED_GPU_AND_LINK if has_shared_link else SHARED_GPU) * one.median_us
         if not has_turns and not (unsteady and one.mean_us > 2 * fastest):
             continue
         label = scene.gpu(one.rank)
