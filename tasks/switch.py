@@ -97,7 +97,8 @@ def completed(host: Host) -> list[CutoverSet]:
 def remembered(sets: list[CutoverSet], new: CutoverSet) -> Command:
     """Return the command that adds a completed cutover to the host's list."""
     kept = [entry.model_dump() for entry in (*sets, new)][-KEPT_CUTOVERS:]
-    return write(CUTOVERS, json.dumps(kept, sort_keys=True) + "\n", mode="0600")
+    # Undone with the rest if the run is cut off before it is committed.
+    return write(CUTOVERS, json.dumps(kept, sort_keys=True) + "\n", mode="0600", undo=True)
 
 
 def now() -> str:

@@ -64,7 +64,7 @@ def test_current_moves_last_then_the_set_is_kept(tmp_path: Path) -> None:
         "cutover",
         f"write {wanted.SERVICE_FILE} --mode 0644 --undo ...",
         f"link /opt/bringup/current {NEW} --undo",
-        f"write {switch.CUTOVERS} --mode 0600 ...",
+        f"write {switch.CUTOVERS} --mode 0600 --undo ...",
         "commit",
         f"{COLLECT} 1 --protect {DIGEST}-1",
     ]
@@ -205,7 +205,7 @@ def test_rollback_restores_the_set_before_and_pins_what_is_left(tmp_path: Path) 
         "cutover",
         f"write {wanted.SERVICE_FILE} --mode 0644 --undo ...",
         "link /opt/bringup/current /opt/bringup/envs/cccccccccccc-1 --undo",
-        f"write {switch.CUTOVERS} --mode 0600 ...",
+        f"write {switch.CUTOVERS} --mode 0600 --undo ...",
         "commit",
     ]
 
