@@ -526,7 +526,14 @@ def install_call(order, call, credentials, extra=()):
             "--no-deps", "--require-hashes", "--no-build", "--compile-bytecode", "--link-mode", "hardlink",
             *source, *extra, "--requirements", requirements,
         ]  # fmt: skip
-        return run_uv(order, argv, secrets)
+        status, output = run_uv(order, argv, secrets)
+        # uv believes a page of an index for ten minutes; a site may have put the file there since.
+        unseen = sorted(set(re.findall(r"no version of ([A-Za-z0-9._-]+)==", output))) if status else []
+        if unseen:
+            say("reading the pages of %s again" % ", ".join(unseen))
+            refresh = [part for name in unseen for part in ("--refresh-package", name)]
+            status, output = run_uv(order, argv + refresh, secrets)
+        return status, output
     finally:
         os.unlink(requirements)
 
