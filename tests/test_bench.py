@@ -549,3 +549,21 @@ def test_every_row_of_the_table_says_where_it_comes_from() -> None:
     for limit in TABLE.limit:
         if limit.metric == "busbw_gb_per_s" and limit.fail is not None and limit.warn is not None:
             assert limit.fail < limit.warn <= limit.expected[0]
+
+
+def test_the_page_of_limits_shows_the_table() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "verify-limits.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.partition("| models |")[2].splitlines()[2:]
+        if line.startswith("|")
+    ]
+    shown = rows[: len(TABLE.limit)]
+    assert len(shown) == len(TABLE.limit)
+    for limit, row in zip(TABLE.limit, shown, strict=True):
+        low, high = limit.gpus
+        span = f"{limit.expected[0]:g}-{limit.expected[1]:g}"
+        bounds = [f"{value:g}" if value is not None else "-" for value in (limit.warn, limit.fail)]
+        assert row[1] == (str(low) if low == high else f"{low}-{high}")
+        assert row[3:5] == [limit.multicast, ", ".join(limit.backends)]
+        assert row[6:] == [span, *bounds]
