@@ -22,7 +22,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-COMMANDS = ("plan", "apply", "verify", "drift", "rollback", "trust", "lock", "bundle")
+COMMANDS = (
+    "plan",
+    "apply",
+    "verify",
+    "drift",
+    "rollback",
+    "rollout",
+    "history",
+    "status",
+    "trust",
+    "lock",
+    "bundle",
+)
 GROUPS = ("abi", "lab")
 
 

@@ -126,6 +126,8 @@ class LocalExecutor:
             self._queue.put(Line(part, text))
         status = process.wait()
         reader.join(timeout=5)
+        process.stdout.close()
+        process.stderr.close()
         self._queue.put(Line(part, None, status, "".join(said[-40:]).strip()))
 
     def _listen(self, stream: Any, said: list[str]) -> None:
@@ -258,6 +260,4 @@ def _started(job: Job, hosts: tuple[str, ...], time_s: float, stack: StackRef | 
 
 
 def _lost(job: Job, part: int, hosts: tuple[str, ...], why: str) -> events.WorkerLost:
-    return events.WorkerLost(
-        time_s=round(time.time(), 3), run=job.run, worker=f"worker-{part}", hosts=hosts, why=why
-    )
+    return events.WorkerLost(time_s=round(time.time(), 3), run=job.run, worker=f"worker-{part}", hosts=hosts, why=why)

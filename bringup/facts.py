@@ -75,6 +75,7 @@ class Settings(BaseModel):
     who: str = ""
     profile: Literal["quick", "full"] | None = None
     rollback_to: str | None = None
+    rollback_from: str | None = None
     rollback_reason: str = ""
     unpin: bool = False
 

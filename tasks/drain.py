@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from weakref import WeakSet
 
@@ -38,23 +39,26 @@ def _hook(host: Host, command: str | None, name: str) -> Finding | None:
     if command is None:
         return None
     environment = {**os.environ, "BRINGUP_HOST": host.name, "BRINGUP_RUN_ID": facts.RUN_ID}
+    # A group of its own: a pipeline outlives the shell that is killed at the limit, and would hold us up.
+    process = subprocess.Popen(
+        command,
+        shell=True,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command,
-            shell=True,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=HOOK_LIMIT_S,
-            check=False,
-        )
+        output, _ = process.communicate(timeout=HOOK_LIMIT_S)
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
         return _failed(name, f"it did not end within {HOOK_LIMIT_S} s", None)
-    if done.returncode == 0:
+    if process.returncode == 0:
         return None
-    said = done.stdout.decode("utf-8", "replace").strip().splitlines()
-    return _failed(name, said[-1][:300] if said else "it said nothing", done.returncode)
+    said = output.decode("utf-8", "replace").strip().splitlines()
+    return _failed(name, said[-1][:300] if said else "it said nothing", process.returncode)
 
 
 def _failed(name: str, said: str, status: int | None) -> Finding:

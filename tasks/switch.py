@@ -47,6 +47,7 @@ from tasks.verify import RECORD, SWITCH, is_proved, looked_again, target
 CURRENT = f"{HOME}/current"
 CUTOVERS = "/var/lib/bringup/cutovers.json"
 PIN = "/var/lib/bringup/pin.json"
+ASSIGNED = "/var/lib/bringup/assigned.json"
 KEPT_OLD = 2
 KEPT_CUTOVERS = 20
 RESTART_LIMIT_S = 1800
@@ -153,6 +154,8 @@ def cutover(context: Context) -> Commands:
         sets = completed(host)
         yield from applied(context, new)
         yield remembered(sets, new)
+        assigned = {"name": context.stack.name, "digest": context.stack.digest}
+        yield write(ASSIGNED, json.dumps(assigned, sort_keys=True) + "\n")
         yield work("commit")
         yield from tidied(context, sets, new)
     finally:
@@ -314,6 +317,10 @@ def rollback(context: Context) -> Commands:
     if not is_executing():
         return
     sets = completed(host)
+    if chosen.rollback_from is not None and not (sets and sets[-1].digest == chosen.rollback_from):
+        # A rollout leaves a stack that this host never cut over to, or has left already: only the pin is missing.
+        yield pinned(chosen.rollback_from, chosen.rollback_reason)
+        return
     serving, goal = destination(sets, context.state, chosen.rollback_to)
     if serving is None or goal is None:
         yield refuse(host, nowhere(sets, chosen.rollback_to))
@@ -330,9 +337,7 @@ def rollback(context: Context) -> Commands:
             yield refuse(host, busy)
             return
         goal = goal.model_copy(update={"restart": units, "at": now()})
-        reason = chosen.rollback_reason or "rolled back"
-        pin = {"digest": serving.digest, "reason": reason, "since": now()}
-        yield write(PIN, json.dumps(pin, sort_keys=True) + "\n", undo=True)
+        yield pinned(serving.digest, chosen.rollback_reason)
         if goal.verification is not None:
             # It still says for what it holds, so a host that has changed since does not count as verified.
             yield write(RECORD, json.dumps(goal.verification, sort_keys=True) + "\n", undo=True)
@@ -342,6 +347,12 @@ def rollback(context: Context) -> Commands:
         yield work("commit")
     finally:
         back_in_service(host)
+
+
+def pinned(digest: str, reason: str) -> Command:
+    """Return the command that pins the stack that is left."""
+    pin = {"digest": digest, "reason": reason or "rolled back", "since": now()}
+    return write(PIN, json.dumps(pin, sort_keys=True) + "\n", undo=True)
 
 
 def linked(goal: CutoverSet) -> Iterator[Command]:

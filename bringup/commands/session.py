@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +19,9 @@ from bringup.commands import show
 from bringup.errors import InputError
 from bringup.report import events
 from bringup.report.results import Results
+
+if TYPE_CHECKING:
+    from bringup.history import Recorder
 
 
 class Progress:
@@ -119,6 +121,8 @@ def carry_out(job: engine.Job, *, json_output: bool, events_to: str | None) -> R
     with ExitStack() as stack:
         stream = open_events(events_to, stack)
         recorder = _recorder(job)
+        if recorder is not None:
+            stack.callback(_close, recorder, console)
         progress = stack.enter_context(Progress(console, quiet=json_output and not console.is_terminal))
 
         def on_event(event: events.Event) -> None:
@@ -132,15 +136,19 @@ def carry_out(job: engine.Job, *, json_output: bool, events_to: str | None) -> R
         return engine.run(job, on_event)
 
 
-def _recorder(job: engine.Job) -> Any:
-    # plan and drift only look; the history holds what was done, and drift reports on demand.
-    if os.environ.get("BRINGUP_NO_HISTORY"):
+def _recorder(job: engine.Job) -> Recorder | None:
+    # plan and drift only look; the history holds what was done, and what only looks should cost nothing.
+    if job.command in ("plan", "drift"):
         return None
-    try:
-        from bringup.history import recorder
-    except ImportError:
-        return None
+    from bringup.history import recorder
+
     return recorder(job.inventory)
+
+
+def _close(recorder: Recorder, console: Console) -> None:
+    recorder.close()
+    if recorder.problem is not None:
+        console.print(Text(f"the history could not be written: {recorder.problem}"), soft_wrap=True)
 
 
 def finish(results: Results, *, json_output: bool, events_to: str | None, verbose: bool = False) -> None:
