@@ -17,9 +17,18 @@ LAB_RANGE = "10.92.0.0/24"
 SPARE_RANGE = "10.92.1.0/24"
 
 
+_opened: set[Path] = set()
+
+
+def labs_of_this_run() -> set[Path]:
+    """Return the state directories of every lab that this run opened."""
+    return _opened
+
+
 def open_lab(name: str, addresses: str) -> Lab:
     """Return a lab below the cache; all of them start from one base image."""
     state_dir = CACHE / name
+    _opened.add(state_dir)
     state_dir.mkdir(parents=True, exist_ok=True)
     bases = CACHE / "base"
     bases.mkdir(exist_ok=True)

@@ -1,0 +1,23 @@
+"""Whatever happens in a run, no rehearsal host of the tests outlives it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Take down every lab that a test left up, and say so: the test that left it has a fault."""
+    if os.geteuid() != 0 or "tests.lab.conftest" not in sys.modules:
+        return
+    from bringup.lab.lab import Lab
+    from tests.lab.conftest import labs_of_this_run
+
+    for state_dir in labs_of_this_run():
+        lab = Lab.open(state_dir)
+        if (state_dir / "range").exists():
+            print(f"\ntests: {state_dir} was left up; taking it down", file=sys.stderr)
+            lab.down()
+            session.exitstatus = session.exitstatus or 1
