@@ -108,6 +108,12 @@ class TorchIndex:
         chosen = {build.public: build for build in reversed(self.builds)}
         return tuple(self._releases[build.version] for build in reversed(chosen.values()))
 
+    def catalogue_with(self, release: TorchRelease) -> tuple[TorchRelease, ...]:
+        """Return every known build, ``release`` standing for its version."""
+        public = release.version.split("+")[0]
+        others = [known for known in self.catalogue if known.version.split("+")[0] != public]
+        return tuple(sorted([*others, release], key=lambda known: _order(known.version)))
+
     def find(self, wanted: str) -> TorchRelease:
         """Return a build by its version: ``2.9.1+cu130`` that very one, ``2.9.1`` any, ``2.9`` the newest of it.
 
@@ -332,7 +338,7 @@ def index_wheel(
     archive = Archive(source)
     metadata = metadata_of(archive, name, version)
     text = text_of(archive, "torch/version.py") or ""
-    full = _assigned(text, "__version__")
+    full = assigned(text, "__version__")
     if full is None or Version(full).public != version.public:
         raise BringupError(f"{file} is not what it is called", why=f"torch/version.py says {full}")
     python = min((tag.interpreter.removeprefix("cp") for tag in tags), key=len)
@@ -341,7 +347,7 @@ def index_wheel(
     say(f"torch {full}: {sum(map(len, exports.values()))} names in {len(exports)} libraries")
     return IndexedTorch(
         version=full,
-        cuda=_assigned(text, "cuda"),
+        cuda=assigned(text, "cuda"),
         machine=machine,
         python=f"{python[0]}.{python[1:]}",
         file=file,
@@ -358,7 +364,7 @@ def index_installed(site: Path) -> IndexedTorch:
     probe = paths.host_script("abi_probe")
     version_file = site / "torch" / "version.py"
     text = version_file.read_text(encoding="utf-8") if version_file.is_file() else ""
-    version = _assigned(text, "__version__")
+    version = assigned(text, "__version__")
     if version is None:
         raise InputError(f"no torch is installed in {site}")
     needed, exports, machine = {}, {}, ""
@@ -375,7 +381,7 @@ def index_installed(site: Path) -> IndexedTorch:
     ]
     match = re.search(r"/python(3\.\d+)/", str(site))
     return IndexedTorch(
-        version, _assigned(text, "cuda"), machine, match[1] if match else "", str(site), "", 0,
+        version, assigned(text, "cuda"), machine, match[1] if match else "", str(site), "", 0,
         tuple(wheels), needed, exports,
     )  # fmt: skip
 
@@ -437,6 +443,7 @@ def _is_cuda(requirement: str) -> bool:
     return (name.startswith("nvidia-") or name == "cuda-toolkit") and "extra" not in str(parsed.marker or "")
 
 
-def _assigned(text: str, name: str) -> str | None:
+def assigned(text: str, name: str) -> str | None:
+    """Return what torch/version.py assigns to a name, None when it is no string."""
     match = re.search(rf"(?m)^{name}\s*(?::[^=\n]*)?=\s*['\"]([^'\"]+)['\"]", text)
     return match[1] if match else None

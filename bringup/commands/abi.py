@@ -33,6 +33,7 @@ from bringup.abi import (
 from bringup.commands import options
 from bringup.commands.lock import stack_path
 from bringup.errors import BringupError, InputError
+from bringup.guard import is_refused
 from bringup.locking import Sources, default_index
 from bringup.locking.compile import PLATFORMS, split
 from bringup.stack import load_stack
@@ -105,15 +106,16 @@ def check(
             else:
                 sides = releases
             for side in sides:
-                verdict = judge(facts.distribution, side, catalogue=index.catalogue, capability=capability)
+                known = index.catalogue_with(side) if isinstance(side, TorchRelease) else index.catalogue
+                verdict = judge(facts.distribution, side, catalogue=known, capability=capability)
                 reports.append(Report(facts, verdict))
     if json:
         document = {"schema": 1, "command": "abi check", "wheels": [report.as_json() for report in reports]}
         typer.echo(jsonlib.dumps(document, indent=2))
     else:
         _show_reports(_stdout(), reports)
-    refused = {id(report.facts) for report in reports if report.is_refused}
-    fitting = {id(report.facts) for report in reports if not report.is_refused}
+    refused = {id(report.facts) for report in reports if is_refused(report.verdict)}
+    fitting = {id(report.facts) for report in reports if not is_refused(report.verdict)}
     # Beside every known torch, a wheel is as it should be when one of them fits.
     if refused - (fitting if torch is None and env is None and host is None else set()):
         raise typer.Exit(1)
@@ -125,13 +127,6 @@ class Report:
 
     facts: WheelFacts
     verdict: Verdict
-
-    @property
-    def is_refused(self) -> bool:
-        """Return whether the wheel does not belong beside this torch: broken, or built for another one."""
-        minor = ".".join(self.verdict.torch.split("+")[0].split(".")[:2])
-        is_foreign = bool(self.verdict.built_for) and minor not in self.verdict.built_for
-        return self.verdict.level.is_broken or (self.verdict.level is Level.LAYOUT_RISK and is_foreign)
 
     def as_json(self) -> dict[str, object]:
         """Return the entry of the JSON document; docs/reference/abi.md tells its fields."""

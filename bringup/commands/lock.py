@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ from bringup import locking, paths
 from bringup.commands import options
 from bringup.errors import InputError
 from bringup.finding import Finding
+from bringup.guard import WheelGuard
 from bringup.lab.layout import Layout
 from bringup.locking.compile import PLATFORMS
 from bringup.locking.proposal import propose as propose_newest
@@ -74,6 +75,7 @@ def lock(
     Exit status: 0 the lock is written, 1 the set does not fit and nothing was written, 2 it could not be resolved.
     """
     console = Console(stderr=True)
+    say = _say(console)
     path = stack_path(stack)
     if lab is not None:
         _lab(path, lab, console, json=json)
@@ -93,13 +95,15 @@ def lock(
     explained: dict[str, list[dict[str, Any]]] = {}
     wheels = previous.wheels if previous else None
     if only != "packages" and wanted.python.existing is None:
+        sources = locking.Sources.of(wanted.python.indexes)
         part = locking.lock_wheels(
             wanted,
             _platforms(previous, platform),
-            locking.Sources.of(wanted.python.indexes),
+            sources,
             previous=None if upgrade else previous,
             explain=explain,
-            say=console.print,
+            judge=WheelGuard(sources, say),
+            say=say,
         )
         findings |= part.findings
         wheels = part.locked("index")
@@ -142,6 +146,10 @@ def stack_path(name_or_path: str) -> Path:
             hint=f"bringup ships {', '.join(shipped)}; or name the path of a .toml file",
         )
     return path
+
+
+def _say(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(text, soft_wrap=True, markup=False)
 
 
 def _platforms(previous: Lock | None, asked: Sequence[str] | None) -> list[str]:
@@ -187,7 +195,8 @@ def _lab(path: Path, state_dir: Path, console: Console, *, json: bool) -> None:
 
 def _propose(stack: Stack, platforms: Sequence[str], console: Console, *, json: bool) -> None:
     name = platforms[0] if platforms else f"cp{stack.python.interpreter.replace('.', '')}-x86_64"
-    found = propose_newest(stack, name, locking.Sources.of(stack.python.indexes), say=console.print)
+    sources, say = locking.Sources.of(stack.python.indexes), _say(console)
+    found = propose_newest(stack, name, sources, judge=WheelGuard(sources, say), say=say)
     if json:
         proposal = None
         if found is not None:

@@ -45,15 +45,17 @@ _SITE_DATA = re.compile(r"[^/]+\.data/(?:purelib|platlib)/")
 class WheelFacts:
     """One wheel, read.
 
-    ``read`` says for each shared object how much of it was needed: its front, the whole member, or the whole
-    wheel because its server has no ranges. ``fetched_bytes`` and ``requests`` count what went over the
-    network for it, repeated attempts included; pages of indexes are not counted.
+    ``record`` has the SHA-256 (hexadecimal, or None) of each path that it lays down. ``read`` says for each
+    shared object how much of it was needed: its front, the whole member, or the whole wheel because its server
+    has no ranges. ``fetched_bytes`` and ``requests`` count what went over the network for it, repeated attempts
+    included; pages of indexes are not counted.
     """
 
     file: str
     size_bytes: int
     distribution: Distribution
     requires: tuple[str, ...]
+    record: Mapping[str, str | None]
     read: Mapping[str, How]
     fetched_bytes: int
     requests: int
@@ -65,23 +67,24 @@ class WheelFacts:
         return machine_of(self.file)
 
 
-def read_wheel(source: Source, file: str) -> WheelFacts:
+def read_wheel(source: Source, file: str, *, is_guarded: bool = True) -> WheelFacts:
     """Read what a wheel's shared objects need and offer, and what its metadata declares.
 
-    ``file`` is the wheel's file name. A shared object that cannot be read is in the result with the reason.
-    Raises BringupError for a wheel that is no sound zip file or whose metadata is not its own, and as
-    ``source`` does.
+    ``file`` is the wheel's file name. Unless it ``is_guarded``, its shared objects are left alone. One that
+    cannot be read is in the result with the reason. Raises BringupError for a wheel that is no sound zip file or
+    whose metadata is not its own, and as ``source`` does.
     """
     started = time.monotonic()
     name, version, platforms = _parsed(file)
     archive = Archive(source)
-    shared = [member for member in archive.members if _SHARED_NAME.search(member.name)]
+    shared = [member for member in archive.members if is_guarded and _SHARED_NAME.search(member.name)]
     if len(shared) > MAX_SHARED_FILES:
         raise BringupError(f"{source.name} holds {len(shared)} shared objects, more than any real wheel")
     metadata = metadata_of(archive, name, version)
     record = record_of(archive)
     # A damaged name in the directory would hide a file from the guard; the wheel's own list shows it.
-    if hidden := {path for path in record if _SHARED_NAME.search(path)} - {installed_path(m.path) for m in shared}:
+    hidden = {path for path in record if _SHARED_NAME.search(path)} - {installed_path(m.path) for m in shared}
+    if hidden and is_guarded:
         raise archive.unsound(f"its RECORD lists {min(hidden)}, its directory does not")
     found = dict(_shared_files(archive, shared, machine_of(file), record))
     distribution = Distribution(
@@ -96,6 +99,7 @@ def read_wheel(source: Source, file: str) -> WheelFacts:
         size_bytes=source.size_bytes,
         distribution=distribution,
         requires=tuple(metadata.get("requires_dist", ())),
+        record=record,
         read={path: how for path, (_, how) in found.items()},
         fetched_bytes=source.fetched_bytes,
         requests=source.requests,

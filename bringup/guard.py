@@ -1,0 +1,159 @@
+"""Judge the wheels of a resolution where they lie, so that a lock never holds one that would not load.
+
+Every wheel's list of files is read, and the tables of every shared object that could need torch; a few
+megabytes instead of the gigabytes that the wheels have. Only a torch build that the index of exports does not
+know is fetched whole, once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from threading import Lock
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from bringup import torch_index, wheels
+from bringup.abi import Distribution, Level, Verdict, judge
+from bringup.locking.checks import Contents
+from bringup.locking.resolve import ResolvedFile, ResolvedPlatform
+from bringup.locking.settings import Sources
+from bringup.locking.wheels import Judgement
+from bringup.stack import Stack
+from bringup.torch_index import IndexedTorch, TorchIndex
+from bringup.wheels import Archive, Offer, WheelReader, read_wheel, text_of
+
+_AT_ONCE = 4
+_MOST_SAID = 8
+# What torch stands on needs nothing of torch, and its libraries are the largest there are.
+_NOT_GUARDED = re.compile(r"torch|triton|nvidia-.+|cuda-.+|pytorch-triton.*")
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What one wheel lays down, and its shared objects where they count."""
+
+    contents: Contents
+    distribution: Distribution | None = None
+
+
+class WheelGuard:
+    """Judge resolutions: pass it to `bringup.locking.lock_wheels`. What was read serves every platform."""
+
+    def __init__(self, sources: Sources, say: Callable[[str], None] = lambda _: None) -> None:
+        self._sources = sources
+        self._say = say
+        self._known: dict[str, _Look] = {}
+        self._counting = Lock()
+        self.fetched_bytes = 0
+
+    def __call__(self, stack: Stack, resolved: ResolvedPlatform) -> Judgement:
+        """Judge every wheel of one platform beside its torch.
+
+        Raises BringupError when a wheel cannot be read: a lock holds no file that nobody could judge.
+        """
+        with wheels.reader(self._sources, self._say) as reader:
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                looks = list(pool.map(lambda file: self._look(reader, file), resolved.files))
+            by_file = {file.locked.file: look for file, look in zip(resolved.files, looks, strict=True)}
+            contents = {file.locked.distribution: by_file[file.locked.file].contents for file in resolved.files}
+            guarded = {
+                file: look.distribution
+                for file, look in by_file.items()
+                if look.distribution is not None and look.distribution.uses_torch
+            }
+            torch = next((file for file in resolved.files if file.locked.distribution == "torch"), None)
+            if torch is None or not guarded:
+                return Judgement(contents)
+            machine = resolved.platform.rpartition("-")[2]
+            index = torch_index.load(machine)
+            build = self._build(reader, torch, by_file[torch.locked.file].contents, index)
+        release = build.release()
+        verdicts = {}
+        for file, distribution in guarded.items():
+            accepted = replace(distribution, is_optional=_is_optional(stack, distribution.name))
+            verdicts[file] = judge(accepted, release, catalogue=index.catalogue_with(release))
+        return Judgement(
+            contents,
+            {file: said(verdict) for file, verdict in verdicts.items()},
+            frozenset(file for file, verdict in verdicts.items() if is_refused(verdict)),
+        )
+
+    def _look(self, reader: WheelReader, file: ResolvedFile) -> _Look:
+        known = self._known.get(file.locked.sha256)
+        if known is None:
+            known = self._known[file.locked.sha256] = self._read(reader, file)
+        return known
+
+    def _read(self, reader: WheelReader, file: ResolvedFile) -> _Look:
+        name = file.locked.distribution
+        with reader.open_offer(_offer(file)) as source:
+            facts = read_wheel(source, file.locked.file, is_guarded=_NOT_GUARDED.fullmatch(name) is None)
+            cuda = _torch_cuda(Archive(source)) if name == "torch" else None
+            with self._counting:
+                self.fetched_bytes += source.fetched_bytes
+        return _Look(Contents(facts.record, cuda), facts.distribution if facts.distribution.files else None)
+
+    def _build(self, reader: WheelReader, torch: ResolvedFile, contents: Contents, index: TorchIndex) -> IndexedTorch:
+        """Return the exports of the locked torch: of that very wheel, or of the same build for another Python.
+
+        Between Pythons only libtorch_python differs, and there only in what no extension uses.
+        """
+        for build in index.builds:
+            if build.sha256 == torch.locked.sha256:
+                return build
+        for build in index.builds:
+            is_same = Version(build.version).public == Version(torch.locked.version).public
+            if is_same and build.sha256 and build.cuda == contents.torch_cuda:
+                return build
+        self._say(f"the index of exports does not know {torch.locked.file}: reading it once")
+        build = torch_index.index_offer(reader, _offer(torch), say=self._say)
+        torch_index.add(build)
+        return build
+
+
+def is_refused(verdict: Verdict) -> bool:
+    """Return whether a wheel does not belong beside a torch: it breaks, or was built for another minor version."""
+    minor = ".".join(verdict.torch.split("+")[0].split(".")[:2])
+    is_foreign = bool(verdict.built_for) and minor not in verdict.built_for
+    return verdict.level.is_broken or (verdict.level is Level.LAYOUT_RISK and is_foreign)
+
+
+def said(verdict: Verdict) -> str:
+    """Return what a lock says of a wheel: its level; of a refused one also why, and which torch would fit."""
+    if not is_refused(verdict):
+        return verdict.level.value
+    used = {file.path for file in verdict.files if file.effect is not None and file.effect.rank <= verdict.level.rank}
+    found = [f for f in verdict.findings if f.kind == verdict.level.value and f.file in used]
+    reasons = list(dict.fromkeys(f.reason + (f" ({f.symbol})" if f.symbol and f.demangled else "") for f in found))
+    more = f" and {len(reasons) - _MOST_SAID} more" if len(reasons) > _MOST_SAID else ""
+    fits = f"it fits torch {', '.join(verdict.fits_torch)}" if verdict.fits_torch else "it fits no known torch"
+    return f"{verdict.level.value}: {'; '.join(reasons[:_MOST_SAID])}{more}; {fits}"
+
+
+def _torch_cuda(archive: Archive) -> str | None:
+    return torch_index.assigned(text_of(archive, "torch/version.py") or "", "cuda")
+
+
+def _offer(file: ResolvedFile) -> Offer:
+    locked = file.locked
+    return Offer(
+        locked.distribution,
+        Version(locked.version),
+        locked.file,
+        file.url,
+        sha256=locked.sha256,
+        size_bytes=locked.size_bytes or None,
+    )
+
+
+def _is_optional(stack: Stack, name: str) -> bool:
+    return any(
+        step.optional and canonicalize_name(Requirement(text).name) == canonicalize_name(name)
+        for step in stack.python.steps
+        for text in step.requirements
+    )
