@@ -1194,22 +1194,31 @@ NCCL_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # ncclDataType_t in nc
 
 
 class NcclGraph(Backend):
-    """NCCL called directly, out of place, captured in a CUDA graph: what serving engines replay."""
+    """NCCL captured in a CUDA graph: what serving engines replay.
+
+    Called directly and out of place, as their own bindings do; where torch does not show its communicator, through
+    torch.distributed and in place, which the notes say.
+    """
 
     name = "nccl_graph"
 
     def __init__(self, context, largest_bytes):
+        reason = self.bind(context)
+        self.is_in_place = reason is not None
         super().__init__(context, largest_bytes)
-        self.function = None
-        group = context.dist.distributed_c10d._get_default_group()
+        self.notes["call"] = "ncclAllReduce" if reason is None else "torch.distributed, because " + reason
+
+    def bind(self, context):
+        """Find NCCL's own function and torch's communicator; return why that is not possible, or None."""
         path = loaded_library("libnccl.so")
         if path is None:
-            raise Missing("torch has NCCL linked in, so it cannot be called by itself")
+            return "torch has NCCL linked in"
+        group = context.dist.distributed_c10d._get_default_group()
         try:
-            # Private to torch (seen in 2.11); without it torch.distributed is captured instead, in place.
+            # Private to torch, seen in 2.11.
             self.communicator = ctypes.c_void_p(group._get_backend(context.device)._comm_ptr())
         except AttributeError as error:
-            raise Missing("this torch does not show its NCCL communicator: {}".format(error)) from error
+            return "this torch does not show its NCCL communicator: {}".format(error)
         library = ctypes.CDLL(path)
         self.function = library.ncclAllReduce
         self.function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
@@ -1217,9 +1226,12 @@ class NcclGraph(Backend):
         self.describe_error = library.ncclGetErrorString
         self.describe_error.restype = ctypes.c_char_p
         self.type = NCCL_TYPES[context.options.dtype]
-        self.notes["library"] = path
+        return None
 
     def all_reduce(self, elements):
+        if self.is_in_place:
+            self.context.dist.all_reduce(self.output[:elements])
+            return
         stream = self.context.torch.cuda.current_stream().cuda_stream
         code = self.function(
             self.input.data_ptr(), self.output.data_ptr(), elements, self.type, 0, self.communicator, stream
@@ -1245,10 +1257,11 @@ class Symmetric(Backend):
         torch = context.torch
         symmetric = importlib.import_module("torch.distributed._symmetric_memory")
         self.module = symmetric
-        name = self.operation.split(".")[-1]
-        if not hasattr(torch.ops.symm_mem, name):
-            raise Missing("this torch has no symm_mem.{}".format(name))
-        self.function = getattr(torch.ops.symm_mem, name)
+        if context.options.dtype == "float16":
+            raise Missing("torch's symmetric memory adds bfloat16 and float32 only (seen in 2.11)")
+        if not hasattr(torch.ops.symm_mem, self.operation):
+            raise Missing("this torch has no symm_mem.{}".format(self.operation))
+        self.function = getattr(torch.ops.symm_mem, self.operation)
         self.group = context.dist.group.WORLD.group_name
         super().__init__(context, largest_bytes)
         self.handle = symmetric.rendezvous(self.input, self.group)

@@ -542,6 +542,20 @@ def test_processor_lists(text: str, expected: set[int]) -> None:
     assert cpu_set(text) == expected
 
 
+@pytest.mark.parametrize(
+    ("model", "gpus", "expected"),
+    [
+        ("NVIDIA H200", 8, 18),
+        ("NVIDIA A100-SXM4-80GB", 8, 12),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 8, 0),
+        ("NVIDIA X900", 8, None),
+        (None, 8, None),
+    ],
+)
+def test_links_of_a_model(model: str | None, gpus: int, expected: int | None) -> None:
+    assert TABLE.nvlinks(model, gpus) == expected
+
+
 def test_every_row_of_the_table_says_where_it_comes_from() -> None:
     rows = [*TABLE.machine, *TABLE.limit, *TABLE.channels, *TABLE.reference]
     assert all(row.source and row.date for row in rows)

@@ -136,6 +136,11 @@ class Table(BaseModel):
             return None
         return next((row for row in self.machine if row.is_for(model, document.system.ranks)), None)
 
+    def nvlinks(self, model: str | None, gpus: int) -> int | None:
+        """Return how many NVLinks each GPU of a model has; 0 for a PCIe board, None for an unknown model."""
+        found = next((row for row in self.machine if model is not None and row.is_for(model, gpus)), None)
+        return found.links if found else None
+
     def channels_of(self, document: Document) -> ChannelCount | None:
         """Return how many channels this machine should have, or None."""
         model = document.model

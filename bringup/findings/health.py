@@ -223,9 +223,12 @@ def findings(
 ) -> tuple[Finding, ...]:
     """Return everything that speaks against measuring now, or that explains a bad figure afterwards.
 
-    ``nvlinks``: how many links each GPU of this model has; 0 for a PCIe board, None when nobody knows.
+    ``nvlinks``: how many links each GPU of this model has; 0 for a PCIe board. None when nobody knows: then a host
+    on which no GPU has any link counts as one without, and the others are compared with each other.
     ``is_p2p_wanted``: whether PCIe GPUs are meant to reach each other directly.
     """
+    if nvlinks is None and not _has_nvlink(health):
+        nvlinks = 0
     found = [
         *unreadable(health),
         *missing_gpus(health),
@@ -585,6 +588,14 @@ def suspicious(settings: Settings) -> Iterator[Finding]:
             "remove it unless it is meant: it changes what every process on this host does",
             found=places,
         )
+
+
+def _has_nvlink(health: Health) -> bool:
+    """Return whether any GPU has a link, or nobody could look."""
+    if isinstance(health.nvlink, Unknown) or isinstance(health.topology, Unknown):
+        return True
+    by_matrix = any(cell.startswith("NV") for row in health.topology.rows for cell in row)
+    return by_matrix or any(gpu.active_links or gpu.inactive_links for gpu in health.nvlink)
 
 
 def _gpus(health: Health) -> tuple[GpuHealth, ...]:

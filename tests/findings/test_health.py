@@ -328,12 +328,13 @@ def pcie(section: Section) -> None:
         "no P2P",
     ],
 )
-def test_hosts_without_nvlink(change: Change, expected: list[str]) -> None:
+@pytest.mark.parametrize("nvlinks", [0, None], ids=["known model", "unknown model"])
+def test_hosts_without_nvlink(change: Change, expected: list[str], nvlinks: int | None) -> None:
     def both(section: Section) -> None:
         pcie(section)
         change(section)
 
-    assert [code for code, _, _ in found(both, nvlinks=0)] == expected
+    assert [code for code, _, _ in found(both, nvlinks=nvlinks)] == expected
 
 
 def test_without_a_known_model_the_gpus_are_compared_with_each_other() -> None:
