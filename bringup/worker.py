@@ -38,7 +38,7 @@ from pyinfra_cli.util import exec_file
 from bringup import drift, facts, paths, ssh
 from bringup.errors import BringupError, InputError
 from bringup.finding import Finding
-from bringup.findings import all_findings
+from bringup.findings import all_findings, change
 from bringup.host_state import HostState, Unknown
 from bringup.report import events
 from bringup.report.masking import Masker
@@ -284,6 +284,8 @@ class Worker:
         for finding in all_findings(
             stack, state, now_s=time.time(), site=facts.site(host), settings=facts.settings(host)
         ):
+            self.told(host.name, "finding", finding.as_json())
+        if self.shard.command == "plan" and (finding := change.disturbance(stack, state)) is not None:
             self.told(host.name, "finding", finding.as_json())
 
     def _must_act(self, host: Host) -> bool:

@@ -127,6 +127,23 @@ def _unfit(cause: str, wish: str | None = None, found: str | None = None) -> Fin
     )
 
 
+def disturbance(stack: Stack, state: HostState) -> Finding | None:
+    """Return what a plan must say about the two changes that cannot be undone: another driver, and the reboot."""
+    if wanted.is_driver_accepted(stack, state) is not False:
+        return None
+    loaded = None if isinstance(state.driver, Unknown) else state.driver.loaded
+    return Finding(
+        code="BU-DRV-106",
+        severity="warning",
+        cause="apply changes the driver and needs one reboot; a rollback does not bring the old driver back",
+        remedy="drain the host first; bringup_reboot in the inventory says whether bringup may reboot it",
+        evidence={
+            "wanted": f"{stack.driver.version} {stack.driver.flavour}",
+            "found": f"{loaded.version} {loaded.flavour or ''}".strip() if loaded else None,
+        },
+    )
+
+
 def no_return(limit_s: float) -> Finding:
     """Return the finding for a host that did not come back from a reboot."""
     return Finding(
