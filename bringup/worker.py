@@ -269,7 +269,7 @@ class Worker:
                 except BringupError as error:
                     self._told[host.name].problem = str(error)
                 except Exception as error:  # one host's trouble, whatever it is, stays with that host
-                    self._told[host.name].problem = f"{type(error).__name__}: {error}"
+                    self._told[host.name].problem = described_error(error)
 
         gevent.joinall([self.state.pool.spawn(one, host) for host in hosts], raise_error=True)
 
@@ -504,16 +504,27 @@ def open_inventory(name: str, overrides: Mapping[str, Any]) -> Inventory:
     try:
         inventory = make_inventory(name, override_data=dict(overrides), cwd=None)
     except Exception as error:  # an inventory is a person's Python: anything can come out of it
-        # pyinfra wraps what a file raised in an exception whose own text cannot be printed.
-        inner = error.__context__ if type(error).__name__ == "UnexpectedExternalError" else error
+        inner = unwrapped(error)
         if isinstance(inner, BringupError):
             raise inner from None
-        raise InputError(f"{name}: cannot be used", why=f"{type(inner).__name__}: {inner}") from None
+        raise InputError(f"{name}: cannot be used", why=described_error(error)) from None
     for host in inventory:
         for key, value in ssh.defaults().items():
             if host.data.get(key) is None:
                 host.host_data[key] = value
     return cast(Inventory, inventory)
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """Return what a file raised: pyinfra wraps it in an exception whose own text cannot be printed."""
+    inner = getattr(error, "exception", None)
+    return inner if isinstance(inner, BaseException) else error
+
+
+def described_error(error: BaseException) -> str:
+    """Return an exception in a line, whatever pyinfra wrapped it in."""
+    inner = unwrapped(error)
+    return str(inner) if isinstance(inner, BringupError) else f"{type(inner).__name__}: {inner}"
 
 
 @contextmanager

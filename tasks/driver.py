@@ -105,8 +105,9 @@ def fabric_module(context: Context) -> Commands:
     """Load the module that the subnet manager of NVLink 5 needs, now and at every boot."""
     yield write(wanted.FABRIC_MODULES_FILE, wanted.fabric_modules_text())
     # On a host that is about to boot into its driver the file is enough, and the running kernel may lack it.
-    driver = context.state.driver
-    if not isinstance(driver, Unknown) and driver.loaded is not None:
+    driver, fabric = context.state.driver, context.state.fabric
+    is_driven = not isinstance(driver, Unknown) and driver.loaded is not None
+    if is_driven and not isinstance(fabric, Unknown) and not fabric.is_ib_umad_loaded:
         yield do("ib_umad", ["modprobe", "ib_umad"], limit_s=60)
 
 
