@@ -285,8 +285,9 @@ class Worker:
             stack, state, now_s=time.time(), site=facts.site(host), settings=facts.settings(host)
         ):
             self.told(host.name, "finding", finding.as_json())
-        if self.shard.command == "plan" and (finding := change.disturbance(stack, state)) is not None:
-            self.told(host.name, "finding", finding.as_json())
+        disturbance = change.disturbance(stack, state) if self.shard.command == "plan" else None
+        if disturbance is not None:
+            self.told(host.name, "finding", disturbance.as_json())
 
     def _must_act(self, host: Host) -> bool:
         state = None if self._told[host.name].problem else facts.observed(host)
