@@ -181,7 +181,7 @@ def hold(args):
     remove_quietly(RESERVATION)
     content = {"run": args.run, "who": args.who, "since_s": time.time(), "pid": os.getpid()}
     note_holder(descriptor, content)
-    replace(LAST_RUN, as_json({"run": args.run, "who": args.who, "undone": False}), 0o644)
+    replace(LAST_RUN, as_json({"run": args.run, "who": args.who, "undone": False}), 0o600)
     if not put_back_leftovers(args):
         note_holder(descriptor, None)
         return LOCKED_OUT
@@ -195,7 +195,7 @@ def hold(args):
         note_holder(descriptor, dict(content, has_vanished=True))
         waiting = argparse.Namespace(run=args.run, wait_s=7200.0, action="undo")
         if take_work_lock(waiting) is not None:
-            replace(LAST_RUN, as_json({"run": args.run, "who": args.who, "undone": True}), 0o644)
+            replace(LAST_RUN, as_json({"run": args.run, "who": args.who, "undone": True}), 0o600)
             undo(args.run)
     remove_quietly(CREDENTIALS)
     note_holder(descriptor, None)

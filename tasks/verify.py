@@ -33,6 +33,8 @@ from tasks.environment import JIT_CACHE, tell
 from tasks.run import Command, Commands, Context, converges, do, is_executing, refuse, work, write
 
 RECORD = "/var/lib/bringup/verification.json"
+DOCUMENTS = "/run/bringup/documents"
+"""Holds what the scripts say, readable by root only."""
 STACK_CHECK_LIMIT_S = 900
 """Imports of a cold environment take a minute on a slow disk; each child has its own, shorter limit."""
 SLACK_S = 60
@@ -337,19 +339,21 @@ def scripted(
     source = (paths.files() / f"{name}.py").read_bytes()
     script = f"/run/bringup/{name}-{hashlib.sha256(source).hexdigest()[:12]}.py"
     push(context.host, script, source, mode="0600")
-    # What an earlier run left must not be taken for this one's answer.
-    push(context.host, output_path(name), b"", mode="0600")
     python = proved.python if name == "allreduce_bench" else "python3"
     environment = {**environment_variables(context, proved), **(extra or {})}
     variables = [f"{key}={value}" for key, value in sorted(environment.items())]
     command = [python, script, *arguments, "--output", output_path(name)]
-    argv = ["env", "-i", *variables, "sh", "-c", '"$@"; true', "sh", *command]
+    argv = ["env", "-i", *variables, "sh", "-c", _SCRIPTED, output_path(name), *command]
     return do(f"verify-{name}", argv, limit_s=limit_s, detach=True)
+
+
+# What an earlier run left must not be taken for this one's answer; and what a host's settings are is for root.
+_SCRIPTED = '(umask 077; mkdir -p "${0%/*}"); rm -f "$0"; "$@"; true'
 
 
 def output_path(name: str) -> str:
     """Return where a script leaves its document."""
-    return f"/run/bringup/{name}.json"
+    return f"{DOCUMENTS}/{name}.json"
 
 
 def answered(host: Host, name: str) -> Mapping[str, Any]:
@@ -357,7 +361,7 @@ def answered(host: Host, name: str) -> Mapping[str, Any]:
 
     Raises HostError when there is none.
     """
-    text = fetch(host, output_path(name)).strip()
+    text = fetch(host, output_path(name), missing="").strip()
     try:
         document = json.loads(text)
     except ValueError:
