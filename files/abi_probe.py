@@ -13,6 +13,7 @@ nothing, starts no process, loads no library, and needs only Python 3.8.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -484,57 +485,60 @@ def _symbols(
     wanted: Optional[Set[bytes]] = None,
 ) -> Tuple[Dict[str, Tuple[str, ...]], Tuple[Undefined, ...]]:
     """Return the exported names with their versions, and the undefined ones."""
-    budget = _Budget(MAX_NAMES_TOTAL_BYTES)
     names = versions.names
     undefined: List[Undefined] = []
-    # Two passes, because most often the exports are not wanted, and they are by far the larger part.
-    for index, (name_at, info, _, section, _, _) in enumerate(_SYMBOL.iter_unpack(table)):
-        if section == 0 and info > 15 and name_at:
-            version = version_indexes[index] & 0x7FFF if version_indexes is not None else 1
-            text, library = _version(names, version) if version > 1 else (None, None)
-            undefined.append(Undefined(budget.text(strings, name_at), text, library, info >> 4 == 2))
     exports: Dict[str, Tuple[str, ...]] = {}
-    if wanted is not None and not wanted:
-        return exports, tuple(undefined)
-    find = strings.find
-    for index, (name_at, info, other, section, value, _) in enumerate(_SYMBOL.iter_unpack(table)):
-        # Only what the loader would bind counts: no local symbol, neither hidden nor internal, not the name
-        # of a section or a file, nor a plain symbol at address zero.
-        if section == 0 or info < 16 or other & 3 in (1, 2) or info & 15 in (3, 4) or name_at == 0:
+    wants_exports = wanted is None or len(wanted) > 0
+    find, left = strings.find, MAX_NAMES_TOTAL_BYTES
+    indexes = itertools.repeat(1) if version_indexes is None else version_indexes
+    # This loop is most of the time that a large file takes, hence its plainness.
+    for (name_at, info, other, section, value, _), version in zip(_SYMBOL.iter_unpack(table), indexes):  # noqa: B905
+        if name_at == 0 or info < 16:
             continue
-        if value == 0 and section != 0xFFF1 and info & 15 != 6:
-            continue
+        if section:
+            # Only what the loader would bind counts: neither hidden nor internal, not the name of a section
+            # or a file, nor a plain symbol at address zero.
+            if not wants_exports or other & 3 in (1, 2) or info & 15 in (3, 4):
+                continue
+            if value == 0 and section != 0xFFF1 and info & 15 != 6:
+                continue
         end = find(b"\0", name_at, name_at + MAX_NAME_BYTES + 1)
         if end < 0:
-            raise ElfError("symbol %d has a name outside the string table" % index)
+            raise ElfError("a symbol has a name outside the string table")
         raw = strings[name_at:end]
-        if wanted is not None and raw not in wanted:
+        if section and wanted is not None and raw not in wanted:
             continue
-        budget.spend(end - name_at)
+        # Symbols could share the tails of one huge string.
+        left -= end - name_at
+        if left < 0:
+            raise ElfError(_TOO_MANY_NAMES)
         name = raw.decode("utf-8", "backslashreplace")
-        version = version_indexes[index] & 0x7FFF if version_indexes is not None else 1
-        if version > 1:
-            exports[name] = (*exports.get(name, ()), _version(names, version)[0])
+        version &= 0x7FFF
+        if section == 0:
+            text, library = _version(names, version) if version > 1 else (None, None)
+            undefined.append(Undefined(name, text, library, info >> 4 == 2))
         elif version == 1:
             exports.setdefault(name, ())
+        elif version:
+            exports[name] = (*exports.get(name, ()), _version(names, version)[0])
     return exports, tuple(undefined)
 
 
+_TOO_MANY_NAMES = "more bytes of names than any real file has"
+
+
 class _Budget:
-    """Names read so far, against a limit: symbols could share the tails of one huge string."""
+    """Names read so far, against a limit."""
 
     def __init__(self, size_bytes: int) -> None:
         self._left = size_bytes
 
     def text(self, strings: bytes, offset: int) -> str:
         name = _text(strings, offset)
-        self.spend(len(name))
-        return name
-
-    def spend(self, size_bytes: int) -> None:
-        self._left -= size_bytes
+        self._left -= len(name)
         if self._left < 0:
-            raise ElfError("more bytes of names than any real file has")
+            raise ElfError(_TOO_MANY_NAMES)
+        return name
 
 
 def _version(names: Dict[int, Tuple[str, Optional[str]]], index: int) -> Tuple[str, Optional[str]]:
