@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from datetime import UTC, datetime
 from getpass import getuser
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -115,10 +116,17 @@ def _beat(channel: Channel) -> None:
 
 def taken(holder: dict[str, Any]) -> Finding:
     """Return the finding for a host that another run holds, naming who and since when."""
+    who = holder.get("who") or holder.get("run") or "it does not say who"
+    since_s = holder.get("since_s")
+    since = (
+        f", since {datetime.fromtimestamp(since_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        if isinstance(since_s, int | float)
+        else ""
+    )
     return Finding(
         code="BU-SSH-003",
         severity="error",
-        cause=f"another run holds this host: {holder.get('who') or holder.get('run') or 'it does not say who'}",
+        cause=f"another run holds this host: {who}{since}",
         remedy="wait for it and run again; the lock ends with its run, nothing has to be removed",
         evidence={key: value for key, value in holder.items() if key in ("run", "who", "since_s", "until_s")},
     )

@@ -25,6 +25,7 @@ from bringup.commands.crew import EngineCrew, Hook, differs_in_driver
 from bringup.errors import InputError
 from bringup.history import (
     History,
+    Lease,
     RolloutLog,
     list_rollouts,
     open_rollout,
@@ -115,7 +116,9 @@ def rollout(
             _ask(history, name, pause=pause, json=json)
         hosts = engine.describe(inventory, limit=tuple(limit or ()), exclude=tuple(exclude or ()), overrides=overrides)
         target = _one_stack(hosts)
+        lease = None
         if resume:
+            stream = session.open_events(events_to, exits)
             log = _unfinished(history, name)
         else:
             looked = _look(inventory, [host["name"] for host in hosts], overrides, parallel)
@@ -137,8 +140,8 @@ def rollout(
             _refuse_second(history, name)
             if not yes:
                 applying.confirm(inventory)
-            log = start_rollout(history, started, name)
-        stream = session.open_events(events_to, exits)
+            stream = session.open_events(events_to, exits)
+            log, lease = _started(history, started, name)
         teller = Teller(log.id, stream, quiet=json)
         hooks = {host["name"]: Hook(host["drain"], host["undrain"]) for host in hosts}
         new_crew = partial(
@@ -157,6 +160,7 @@ def rollout(
             log,
             new_crew,
             teller,
+            lease=lease,
             resumed=_resumed(log, target["digest"], inventory, overrides, exclude or []) if resume else None,
         )
     _finish(end, resume_command(inventory, stack, lock), json=json or events_to == "-")
@@ -169,12 +173,13 @@ def conduct(
     tell: Callable[[Transition, Rollout], None],
     *,
     resumed: Resumed | None,
+    lease: Lease | None = None,
 ) -> Rollout:
-    """Drive a rollout until it is over, as the only controller that does.
+    """Drive a rollout until it is over, as the only controller that does. ``lease`` None: it has yet to be taken.
 
     Raises BringupError when another controller drives it, and InputError when it cannot be resumed.
     """
-    lease = take_lease(history, rollout_subject(log.id), engine.who())
+    lease = lease or take_lease(history, rollout_subject(log.id), engine.who())
     try:
         while True:
             if resumed is not None:
@@ -329,11 +334,24 @@ def _unfinished(history: History, inventory: str) -> RolloutLog:
     return open_rollout(history, found[0].id)
 
 
+def _started(history: History, started: Started, inventory: str) -> tuple[RolloutLog, Lease]:
+    """Begin a rollout and hold its lease, unless another controller began one over this inventory meanwhile."""
+    # The end of a path tells more than its beginning, and the history keeps 255 characters.
+    beginning = take_lease(history, f"a new rollout over {inventory[-200:]}", engine.who())
+    try:
+        _refuse_second(history, inventory)
+        log = start_rollout(history, started, inventory)
+        return log, take_lease(history, rollout_subject(log.id), engine.who())
+    finally:
+        beginning.release()
+
+
 def _refuse_second(history: History, inventory: str) -> None:
     for found in list_rollouts(history, inventory=inventory, only_unfinished=True, limit=1):
-        driven = f", driven by {found.driven_by}" if found.driven_by else ""
+        # Where it is driven this says by whom and since when.
+        take_lease(history, rollout_subject(found.id), engine.who()).release()
         raise InputError(
-            f"rollout {found.id} over this inventory is not finished ({found.status}{driven})",
+            f"rollout {found.id} over this inventory is not finished ({found.status})",
             hint="go on with --resume, or end it with --abort",
         )
 
