@@ -37,6 +37,8 @@ DOCUMENTS = "/run/bringup/documents"
 """Holds what the scripts say, readable by root only."""
 STACK_CHECK_LIMIT_S = 900
 """Imports of a cold environment take a minute on a slow disk; each child has its own, shorter limit."""
+FABRIC_WAIT_S = 300
+"""The fabric manager may still be at work after a boot; longer than this, somebody must look."""
 SLACK_S = 60
 """How much longer than its own limit the bench may take before it is ended from outside."""
 
@@ -242,7 +244,7 @@ def _measure(context: Context, proved: Target) -> Commands:
     _, names = guarded(stack)
     locked = stack.locked_distributions(wanted.platform(stack, context.state) or "")
     expected = {name: locked[name] for name in names if name in locked}
-    witnesses = health_of(document)
+    witnesses = health_of(document, context.state)
     refusal = tell(host, (*proof.stack_check(stack, expected, document), *witnesses))
     if refusal is not None:
         yield refuse(host, refusal)
@@ -264,14 +266,17 @@ def _measure(context: Context, proved: Target) -> Commands:
     yield write(RECORD, json.dumps(record(context, proved, results), sort_keys=True) + "\n", undo=True)
 
 
-def health_of(document: Mapping[str, Any]) -> tuple[Finding, ...]:
+def health_of(document: Mapping[str, Any], state: HostState) -> tuple[Finding, ...]:
     """Return what speaks against measuring; nothing where health was not looked at."""
     if "health" not in document:
         return ()
     settings = document.get("settings")
     is_known = isinstance(settings, dict) and "error" not in settings
+    listed = () if isinstance(state.gpus, Unknown) else state.gpus.listed or ()
     return health.findings(
-        health.parse(document["health"]), settings=health.Settings.model_validate(settings) if is_known else None
+        health.parse(document["health"]),
+        settings=health.Settings.model_validate(settings) if is_known else None,
+        nvlinks=limits().nvlinks(listed[0].name, len(listed)) if listed else None,
     )
 
 
@@ -396,6 +401,7 @@ def stack_check_arguments(context: Context, proved: Target) -> list[str]:
     # A simulated GPU has no context to make and no health to report.
     if "gpu" not in state.simulated:
         sections += ["gpus", "health"]
+        arguments += ["--wait-fabric", str(FABRIC_WAIT_S)]
     return [*arguments, "--sections", ",".join(sections)]
 
 
