@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +109,12 @@ class Fleet:
             self.rig.lab, self.rig.state, "next", more="" if is_provable else UNPROVABLE, without=[SPARE]
         )
 
+    def variable(self, value: str) -> list[str]:
+        """Write a stack that differs from the one that serves by a service variable alone."""
+        value = f"{value} {uuid.uuid4().hex}"
+        text = {"environment = {": f'environment = {{ OF = "{value}",'}
+        return variant.write(self.rig.lab, self.rig.state, "variable", text=text, without=[SPARE])
+
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
@@ -191,26 +199,32 @@ def assert_waves_kept_their_limit(asked: list[str], most: int) -> None:
 
 def test_of_two_controllers_on_one_host_one_wins_and_the_other_says_who_has_it(fleet: Fleet) -> None:
     host = HOSTS[-1]
-    options = variant.write(fleet.rig.lab, fleet.rig.state, "contended", without=[SPARE, "idna"])
-    words = [*BRINGUP, "apply", str(fleet.inventory), "--limit", host, *options, "--yes", "--events", "-"]
+    options = fleet.variable("contended")
+    begun, go = fleet.rig.state / "begun", fleet.rig.state / "go"
+    waits = f"touch {begun}; while [ ! -e {go} ]; do sleep 0.1; done"
+    slow = fleet.rig.inventory("slow", fleet.inventory.read_text() + f"lab[1]['bringup_drain'] = {waits!r}\n")
+    words = [*BRINGUP, "apply", str(slow), "--limit", host, *options, "--yes", "--events", "-"]
     with subprocess.Popen(words, env=fleet.rig.environment, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
-        events = (json.loads(line) for line in first.stdout)
-        holder = next(event["who"] for event in events if event["event"] == "run_started")
-        next(event for event in events if event["event"] == "step_started" and event["step"] == "environment")
-        second = must(fleet.rig.apply(host, *options, inventory=fleet.inventory), 1)
-        ends = [event for event in events if event["event"] == "host_done"]
-    (finding,) = [found for found in second.host(host).findings if found.code == "BU-SSH-003"]
+        deadline = time.monotonic() + 120
+        while not begun.exists():
+            assert time.monotonic() < deadline, "the first run never came to its cutover"
+            time.sleep(0.1)
+        second = fleet.rig.apply(host, *options, inventory=fleet.inventory)
+        go.touch()
+        events = [json.loads(line) for line in first.stdout]
+    must(second, 1)
     assert second.host(host).status == "refused"
-    assert finding.cause.startswith(f"another run holds this host: {holder}, since 20")
-    assert [(end["status"], end["verification"]["state"]) for end in ends] == [("ok", "verified")]
-    assert first.returncode == 0
+    (finding,) = [found for found in second.host(host).findings if found.code == "BU-SSH-003"]
+    assert finding.cause.startswith(f"another run holds this host: {events[0]['who']}, since 20")
+    (end,) = [event for event in events if event["event"] == "host_done"]
+    assert (first.returncode, end["status"], end["verification"]["state"]) == (0, "ok", "verified")
 
 
 def test_of_two_controllers_with_one_history_one_drives_and_the_other_says_who_does(fleet: Fleet) -> None:
     if postgresql_server.programs() is None:
         pytest.skip("PostgreSQL is not installed")
-    options = variant.write(fleet.rig.lab, fleet.rig.state, "shared", without=["idna"])
+    options = fleet.variable("shared")
     words = [*BRINGUP, "rollout", str(fleet.inventory), "--limit", f"{HOSTS[-1]}", *options, "--yes", "--json"]
     with postgresql_server.server() as url:
         processes = [
