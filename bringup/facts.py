@@ -28,6 +28,7 @@ from bringup import host_state, paths
 from bringup.errors import BringupError, HostError, InputError
 from bringup.finding import Finding
 from bringup.host_state import HostState
+from bringup.secret import split_login
 from bringup.stack import Stack, load_stack
 from bringup.wanted import Site
 
@@ -47,7 +48,8 @@ class Settings(BaseModel):
 
     ``lock`` None means the lock beside the stack; a directory holds one per stack. ``indexes``
     replaces index URLs by name (a site mirror); ``apt_url`` and ``apt_key`` likewise for NVIDIA's
-    repository, ``apt_key`` being the path of a key file on the controller. ``drain`` and ``undrain`` are commands
+    repository, ``apt_key`` being the path of a key file on the controller. URLs may hold user and password, which
+    travel apart from them. ``drain`` and ``undrain`` are commands
     run on the controller. ``only`` None means all steps.
     The keys from ``only`` on are options of one run; the command line sets them.
     """
@@ -132,6 +134,8 @@ def answer(output: str) -> str:
     last = lines[-1] if lines else ""
     if not last.startswith("{"):
         said = "; ".join(lines[-3:]) if lines else "no output"
+        if last == f"{_FAILED} 127":
+            said = "python3: command not found (exit 127)"
         raise HostError("the script did not answer", why=said, hint="python3 must be installed on the host")
     return last
 
@@ -237,10 +241,16 @@ def site(host: Host) -> Site:
     chosen = settings(host)
     launcher = paths.files() / "run"
     return Site(
-        repository_url=chosen.apt_url,
+        repository_url=split_login(chosen.apt_url)[0] if chosen.apt_url else None,
         key_fingerprint=chosen.apt_key_fingerprint,
         launcher_sha256=hashlib.sha256(launcher.read_bytes()).hexdigest() if launcher.is_file() else None,
     )
+
+
+def apt_login(host: Host) -> tuple[str, tuple[str, str]] | None:
+    """Return the repository's URL with the (user, password) that the inventory has in it; None without any."""
+    url, login = split_login(settings(host).apt_url or "")
+    return (url, login) if login else None
 
 
 @cache

@@ -2,7 +2,10 @@
 """Install exactly one locked set of packages with apt, or say why not.
 
 Usage: apt_set.py '{"packages": [{"name", "version", "architecture", "sha256"}...], "first": [NAME...],
-                    "protect": [PATTERN...], "allow_downgrade": false, "lock_wait_s": 600}'
+                    "protect": [PATTERN...], "allow_downgrade": false, "lock_wait_s": 600, "login": PATH}'
+
+Without packages it only refreshes apt's lists. ``login`` is a file in the form of auth.conf: it is used beside
+the host's own, and removed at the end.
 
 apt must offer every package at that version with that SHA-256; a simulation comes first, and nothing is done
 when apt would remove a package, or touch one that matches ``protect`` and is not in the set. ``first`` names
@@ -39,8 +42,28 @@ OPTIONS = [
 def main(argv):
     """Install the set that argv[0] describes."""
     asked = json.loads(argv[0])
+    login = asked.get("login")
+    try:
+        return install_set(asked, login_options(login) if login else [])
+    finally:
+        if login and os.path.exists(login):
+            os.unlink(login)
+
+
+def login_options(path):
+    """Return how apt is told of a login; apt reads one such file, so the host's own is put behind ours."""
+    if os.path.exists("/etc/apt/auth.conf"):
+        with open("/etc/apt/auth.conf") as own, open(path, "a") as file:
+            file.write(own.read())
+    return ["-o", "Dir::Etc::netrc={}".format(path)]
+
+
+def install_set(asked, login):
+    """Install the packages, or refresh apt's lists when there are none; return the exit status."""
     packages = asked["packages"]
-    wait = ["-o", "DPkg::Lock::Timeout={}".format(asked.get("lock_wait_s", 600))]
+    wait = ["-o", "DPkg::Lock::Timeout={}".format(asked.get("lock_wait_s", 600)), *login]
+    if not packages:
+        return 1 if update(wait) else 0
     options = OPTIONS + wait + (["--allow-downgrades"] if asked.get("allow_downgrade") else [])
     wrong = not_offered(packages)
     if wrong:

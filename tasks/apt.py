@@ -6,17 +6,23 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
+from pyinfra.context import ctx_host
 
 from bringup import catalog, facts, paths, wanted
 from bringup.errors import HostError, InputError
 from bringup.stack import LockedPackage
-from tasks.run import Command, Commands, Context, converges, do, shell, write
+from tasks.channel import push
+from tasks.run import Command, Commands, Context, converges, do, is_executing, shell, write
 
 LOCK_WAIT_S = 600
+LOGIN_FILE = "/run/bringup/credentials-apt"
+"""The login of our repository in the form of apt's auth.conf, there while one command of apt runs."""
+
 _INSTALL_LIMIT_S = 3600
 _NONINTERACTIVE = {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_MODE": "l"}
 _CARRIER = (
@@ -69,8 +75,9 @@ def _key_file(context: Context, url: str) -> bytes:
             raise InputError(f"cannot read the key {context.settings.apt_key}", why=error.strerror) from None
     row = catalog.repository(wanted.release(context.state) or "")
     address = url + (row.key_file if row else "Release.key")
+    _, login = facts.apt_login(context.host) or (url, None)
     try:
-        return httpx.get(address, timeout=30, follow_redirects=True).raise_for_status().content
+        return httpx.get(address, auth=login, timeout=30, follow_redirects=True).raise_for_status().content
     except httpx.HTTPError as error:
         raise HostError(
             f"cannot fetch the repository key {address}",
@@ -87,6 +94,8 @@ def dearmored(data: bytes) -> bytes:
 
 def update() -> Command:
     """Return the command that refreshes apt's lists; a source that fails is an error."""
+    if login := _send_login():
+        return _run_set("apt-update", {"packages": [], "login": login, "lock_wait_s": LOCK_WAIT_S}, limit_s=900)
     return do(
         "apt-update",
         [
@@ -113,20 +122,39 @@ def install(
     allow_downgrade: bool = False,
 ) -> Command:
     """Return the command that installs exactly a locked set; see ``files/apt_set.py`` for what it refuses."""
-    asked = {
+    asked: dict[str, Any] = {
         "packages": [package.model_dump(include={"name", "version", "architecture", "sha256"}) for package in packages],
         "first": list(first),
         "protect": list(protect),
         "allow_downgrade": allow_downgrade,
         "lock_wait_s": LOCK_WAIT_S,
     }
+    if login := _send_login():
+        asked["login"] = login
+    return _run_set(name, asked, limit_s=_INSTALL_LIMIT_S)
+
+
+def _run_set(name: str, asked: Mapping[str, Any], *, limit_s: float) -> Command:
     script = base64.b64encode(zlib.compress((paths.files() / "apt_set.py").read_bytes(), 9)).decode()
-    return do(
-        name,
-        ["python3", "-I", "-c", _CARRIER, script, json.dumps(asked, separators=(",", ":"))],
-        limit_s=_INSTALL_LIMIT_S,
-        detach=True,
-    )
+    argv = ["python3", "-I", "-c", _CARRIER, script, json.dumps(asked, separators=(",", ":"))]
+    return do(name, argv, limit_s=limit_s, detach=True)
+
+
+def _send_login() -> str | None:
+    """Send our repository's login to the host whose turn it is, and return where it lies; None without any.
+
+    It goes over a channel into a file that only root can read, and the command that gets its path removes it.
+    """
+    host = ctx_host.get()
+    found = facts.apt_login(host)
+    if found is None:
+        return None
+    url, (user, password) = found
+    if re.search(r"\s", user + password) or not user or not password:
+        raise InputError("bringup_apt_url: apt takes no login with spaces, and none that is half empty", host=host.name)
+    if is_executing():
+        push(host, LOGIN_FILE, f"machine {url.rstrip('/')}/ login {user} password {password}\n".encode(), mode="0600")
+    return LOGIN_FILE
 
 
 def install_named(name: str, packages: Iterable[str]) -> Command:
