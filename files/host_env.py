@@ -37,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 
 RUN_DIR = os.environ.get("BRINGUP_RUN_DIR", "/run/bringup")
 BUILD_LOG = os.path.join(RUN_DIR, "build.json")
@@ -468,9 +469,7 @@ def run_uv(order, argv, secrets):
         "LC_ALL": "C.UTF-8",
         "UV_HTTP_TIMEOUT": "120",
     }
-    if order.get("proxy"):
-        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-            environment[name] = environment[name.lower()] = order["proxy"]
+    environment.update(proxy_variables(order.get("proxy")))
     environment.update(secrets)
     command = [
         order["uv"], *argv, "--no-config", "--no-python-downloads", "--system-certs", "--no-progress",
@@ -493,8 +492,21 @@ def run_uv(order, argv, secrets):
     return (status if status >= 0 else 128 - status), kept
 
 
+def proxy_variables(url):
+    """Return the variables that name a proxy; none without one."""
+    names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY") if url else ()
+    return {spelt: url for name in names for spelt in (name, name.lower())}
+
+
+def with_login(url, login):
+    """Return a URL with user and password in it."""
+    scheme, _, rest = url.partition("://")
+    user, password = (urllib.parse.quote(login[key] or "", safe="") for key in ("user", "password"))
+    return "%s://%s:%s@%s" % (scheme, user, password, rest)
+
+
 def take_credentials():
-    """Return {index: {"user", "password"}} and remove the file that held them."""
+    """Return {index: {"user", "password"}}, the proxy's under "@proxy", and remove the file that held them."""
     secrets = read_json(CREDENTIALS)
     remove_quietly(CREDENTIALS)
     return secrets if isinstance(secrets, dict) else {}
@@ -512,10 +524,12 @@ def install_call(order, call, credentials, extra=()):
     """Install the files of one index with one uv call; return (status, output)."""
     lines = ["%s==%s --hash=sha256:%s" % (file["name"], file["version"], file["sha256"]) for file in call["files"]]
     secrets = {}
+    if order.get("proxy") and credentials.get("@proxy"):
+        secrets.update(proxy_variables(with_login(order["proxy"], credentials["@proxy"])))
     login = credentials.get(call["index"])
     if login:
         prefix = "UV_INDEX_" + re.sub(r"[^A-Z0-9]", "_", call["index"].upper())
-        secrets = {prefix + "_USERNAME": login["user"], prefix + "_PASSWORD": login["password"] or ""}
+        secrets.update({prefix + "_USERNAME": login["user"], prefix + "_PASSWORD": login["password"] or ""})
     source = ["--default-index", "%s=%s" % (call["index"], call["url"])] if call["url"] else []
     descriptor, requirements = tempfile.mkstemp(dir=RUN_DIR, prefix="requirements-")
     try:
@@ -670,7 +684,7 @@ def finish(args):
     sync_file_system(env)
     replace(os.path.join(env, MARKER), (json.dumps(marker, sort_keys=True) + "\n").encode(), 0o644)
     sync_directory(os.path.dirname(env))
-    remove_quietly(args.order)  # it may name a proxy with its password
+    remove_quietly(args.order)
     note(env, "finish", snapshot)
     say("%s is complete: %d distributions" % (env, len(snapshot)))
 

@@ -30,6 +30,7 @@ from bringup.finding import Finding
 from bringup.findings import guard
 from bringup.host_state import Unknown
 from bringup.locking import settings as controller
+from bringup.secret import split_login
 from bringup.stack import LockedStep, Stack, Step
 from tasks import candidate
 from tasks.channel import push
@@ -38,6 +39,9 @@ from tasks.run import Command, Commands, Context, converges, do, is_executing, r
 HOME = "/opt/bringup"
 JIT_CACHE = "/var/cache/bringup"
 CREDENTIALS = "/run/bringup/credentials"
+PROXY = "@proxy"
+"""The name of the proxy's login among those of the indexes; no index can be called so."""
+
 INSTALL_LIMIT_S = 7200
 """Ten gigabytes at two megabytes a second; a stalled connection ends long before, by uv's own limit."""
 
@@ -125,6 +129,9 @@ def order(context: Context, generation: int) -> tuple[dict[str, Any], dict[str, 
     key = wanted.platform(stack, context.state) or ""
     digest = stack.env_digest(key)
     secrets: dict[str, Any] = {}
+    proxy, login = split_login(chosen.proxy or "")
+    if login is not None:
+        secrets[PROXY] = {"user": login[0], "password": login[1]}
     steps = []
     for step, locked in step_pairs(stack, key):
         calls: dict[str, dict[str, Any]] = {}
@@ -145,7 +152,7 @@ def order(context: Context, generation: int) -> tuple[dict[str, Any], dict[str, 
         "platform": key,
         "python": stack.python.interpreter,
         "uv": uv_path(),
-        "proxy": chosen.proxy,
+        "proxy": proxy or None,
         "steps": steps,
         "patches": [_patch(stack, number) for number in range(len(stack.python.patches))],
     }
