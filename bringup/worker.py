@@ -8,6 +8,7 @@ failure away from the others; and closes its connections.
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -53,6 +54,7 @@ from bringup.report.results import (
     StepStatus,
     VerificationResult,
 )
+from bringup.secret import secrets_in
 from bringup.stack import Stack
 from bringup.wanted import Site
 
@@ -116,12 +118,28 @@ class Worker:
         self._say = say
         self._errors: dict[str, str] = {}
         self._told: dict[str, _Told] = {}
+        self._secrets = set(secrets_in(os.environ))
+        self.masker = Masker(self._secrets)
         self.state = State(check_for_changes=True)
 
     # ------------------------------------------------------------ events
 
     def _write(self, event: events.Event) -> None:
-        self._say(event.as_line())
+        self._say(json.dumps(self.masker.value(json.loads(event.as_line())), separators=(",", ":")))
+
+    def _learn(self, hosts: list[Host]) -> None:
+        """Learn the secrets in the data of these hosts and behind the references of their stacks."""
+        for host in hosts:
+            self._secrets.update(secrets_in(host.data.dict()))
+        self.masker = Masker(self._secrets)
+        references: set[str | None] = set()
+        for host in hosts:
+            try:
+                references.update(index.credentials for index in facts.wanted(host).python.indexes)
+            except BringupError:
+                continue  # the host says so itself when its turn comes
+        self._secrets.update(map(password, filter(None, references)))
+        self.masker = Masker(self._secrets)
 
     def _common(self, host: str) -> dict[str, Any]:
         return {"time_s": round(time.time(), 3), "run": facts.RUN_ID, "host": host}
@@ -229,6 +247,7 @@ class Worker:
         chosen = choose(inventory, self.shard.limit, self.shard.exclude)
         parts = self.shard.parts or max(1, min(os.cpu_count() or 1, -(-len(chosen) // HOSTS_PER_WORKER)))
         limit = chosen[self.shard.part :: parts]
+        self._learn(limit)
         if self.shard.command == "describe":
             self._say(json.dumps({"inventory": [described(host) for host in chosen]}))
             limit = []
@@ -429,6 +448,17 @@ def recorded(stack: Stack, state: HostState, site: Site) -> dict[str, Any]:
     return record
 
 
+def password(reference: str) -> str:
+    """Return the password behind a stack's reference; nothing when it leads nowhere, as whoever needs it will say."""
+    # Imported here: it brings the whole of locking along, which a converged host's run does not need.
+    from bringup.locking.settings import credentials
+
+    try:
+        return (credentials(reference) or ("", ""))[1]
+    except InputError:
+        return ""
+
+
 def shown(command: str) -> str:
     """Return a command as an event tells it: without secrets, packed scripts and the end of long arguments."""
     text = _PACKED.sub(lambda found: f"({len(found[0])} characters)", Masker().text(command))
@@ -551,8 +581,6 @@ def main(stdin: IO[str] = sys.stdin, stdout: IO[str] = sys.stdout) -> int:
     """Read a shard, run it, and return 0, or 2 when it could not be begun."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what a Ctrl-C means
     shard = Shard.model_validate(json.load(stdin))
-    level = {0: logging.CRITICAL, 1: logging.INFO}.get(shard.verbosity, logging.DEBUG)
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s")
 
     def say(line: str) -> None:
         try:
@@ -563,12 +591,31 @@ def main(stdin: IO[str] = sys.stdin, stdout: IO[str] = sys.stdout) -> int:
             # do when this process is killed, and put back what must be put back.
             os._exit(1)
 
-    try:
-        Worker(shard, say).run()
-    except BringupError as error:
-        print(str(error), file=sys.stderr)
-        return error.exit_code
+    worker = Worker(shard, say)
+    with redirect_stderr(_Masked(sys.stderr, worker)):
+        level = {0: logging.CRITICAL, 1: logging.INFO}.get(shard.verbosity, logging.DEBUG)
+        logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s")
+        try:
+            worker.run()
+        except BringupError as error:
+            print(str(error), file=sys.stderr)
+            return error.exit_code
     return 0
+
+
+class _Masked(io.TextIOBase):
+    """Standard error without secrets: what libraries log there is not ours to choose."""
+
+    def __init__(self, inner: IO[str], worker: Worker) -> None:
+        self._inner = inner
+        self._worker = worker
+
+    def write(self, text: str) -> int:
+        self._inner.write(self._worker.masker.text(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._inner.flush()
 
 
 if __name__ == "__main__":
