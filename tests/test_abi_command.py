@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import typer
 from files.elf_writer import shared_object
@@ -34,6 +35,8 @@ NEWER = shared_object(needed=["libc10_cuda.so"], undefined=[CHECK_NEW], exports=
 NEEDS_CUDA_12 = shared_object(needed=["libcudart.so.12", "libtorch.so"], undefined=["aoti_torch_get_data_ptr"])
 NEEDS_CUDA_13 = shared_object(needed=["libcudart.so.13"], undefined=["cudaMalloc"])
 
+SCHEMA = json.loads((paths.root() / "docs" / "reference" / "abi.schema.json").read_text())
+
 locking = typer.Typer()
 locking.command()(lock)
 
@@ -57,6 +60,8 @@ def run(*arguments: str, app: typer.Typer = abi.app) -> tuple[int, str, str]:
     if isinstance(result.exception, BringupError):
         raise result.exception
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    if app is abi.app and "--json" in arguments:
+        jsonschema.validate(json.loads(result.stdout), SCHEMA)
     return result.exit_code, result.stdout, result.stderr
 
 

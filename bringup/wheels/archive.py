@@ -37,6 +37,8 @@ _DEFLATED, _STORED = 8, 0
 # Local extra fields are short in real wheels (zip64 sizes, timestamps); a longer one costs one request more.
 _LOCAL_EXTRA_BYTES = 64
 _INFLATE_BYTES = 1 << 20
+# Control characters, separators of other systems, drive letters.
+_NEVER_IN_A_NAME = re.compile(r"[\x00-\x1f\x7f\\]|^[A-Za-z]:")
 
 
 @dataclass(frozen=True)
@@ -222,9 +224,8 @@ class Archive:
             path = name.decode("utf-8" if flags & 0x800 or name.isascii() else "cp437")
         except UnicodeDecodeError:
             raise self.unsound(f"{_shown(name)} is no name") from None
-        parts = path.removesuffix("/").split("/")
-        is_control = any(ord(letter) < 32 or ord(letter) == 127 for letter in path)
-        if is_control or "\\" in path or any(part in ("", ".", "..") for part in parts) or re.match(r"[A-Za-z]:", path):
+        is_rising = any(part in ("", ".", "..") for part in path.removesuffix("/").split("/"))
+        if is_rising or _NEVER_IN_A_NAME.search(path):
             raise self.unsound(f"{_shown(name)} would not stay where the wheel is installed")
         return path
 
