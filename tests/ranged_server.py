@@ -21,6 +21,7 @@ class Served:
     data: bytes
     manner: str = "good"
     url: str = ""
+    listed: str = ""
     asked: list[str | None] = field(default_factory=list)
     logins: list[str | None] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -169,6 +170,19 @@ class Handler(BaseHTTPRequestHandler):
             self._part()
         else:
             self._send(401, b"who?", WWW_Authenticate='Basic realm="x"')
+
+    def _json_page(self, number: int) -> None:
+        self._send(200, self.served.data, Content_Type="application/vnd.pypi.simple.v1+json")
+
+    def _locked_index(self, number: int) -> None:
+        """Ask for a login for everything: pages list one wheel, which lies beside them or ``elsewhere``."""
+        wanted = "Basic " + base64.b64encode(":".join(LOGIN).encode()).decode()
+        if self.headers.get("Authorization") != wanted:
+            self._send(401, b"who?")
+        elif self.path.endswith(".whl"):
+            self._part()
+        else:
+            self._send(200, f'<a href="{self.served.listed}">x</a>'.encode())
 
     def _redirected(self, number: int) -> None:
         if self.path.startswith("/store/"):

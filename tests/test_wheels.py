@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import json
 import random
 import struct
 import time
@@ -16,6 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 from files.elf_writer import shared_object
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ranged_server import LOGIN, serving
 
 from bringup.errors import BringupError, InputError
@@ -39,7 +42,11 @@ def record_line(path: str, data: bytes) -> bytes:
 
 
 def wheel(
-    files: dict[str, bytes] | None = None, *, metadata: str = METADATA, method: int = zipfile.ZIP_DEFLATED
+    files: dict[str, bytes] | None = None,
+    *,
+    metadata: str = METADATA,
+    record: bytes | None = None,
+    method: int = zipfile.ZIP_DEFLATED,
 ) -> bytes:
     """Return a wheel's bytes; its extension stands first, so that it is not fetched with the directory."""
     memory = io.BytesIO()
@@ -48,7 +55,7 @@ def wheel(
         "demo/noise.bin": NOISE,
         **(files or {}),
         "demo-1.2.dist-info/METADATA": metadata.encode(),
-        "demo-1.2.dist-info/RECORD": record_line("demo/ext.abi3.so", EXTENSION) + b"demo-1.2.dist-info/RECORD,,\n",
+        "demo-1.2.dist-info/RECORD": record or record_line("demo/ext.abi3.so", EXTENSION),
     }
     with zipfile.ZipFile(memory, "w", method) as archive:
         for path, data in contents.items():
@@ -260,7 +267,6 @@ def test_record_gives_hashes_by_path(tmp_path):
     with open_local(path) as source:
         assert record_of(Archive(source)) == {
             "demo/ext.abi3.so": hashlib.sha256(EXTENSION).hexdigest(),
-            "demo-1.2.dist-info/RECORD": None,
         }
 
 
@@ -342,6 +348,9 @@ LIES = {
     "empty part": (renamed(b"demo//oise.bin"), "would not stay"),
     "hidden file": (GOOD.replace(b"demo/ext.abi3.so", b"demo/ext.abi3.xx"), "its RECORD lists demo/ext.abi3.so"),
     "other hash in RECORD": (wheel({"demo/ext.abi3.so": EXTENSION + b"!"}), "the hash that its RECORD says"),
+    "RECORD with a field of kilobytes": (
+        wheel(record=b"demo/" + b"x" * 200_000), "its RECORD is no table"
+    ),
     "other metadata": (wheel(metadata=METADATA.replace("demo", "else")), "its metadata says else 1.2, not demo 1.2"),
     "metadata without version": (wheel(metadata="Name: demo\n"), "not what it is called"),
     "two metadata": (wheel({"other-1.0.dist-info/METADATA": b""}), "2 of its members"),
@@ -390,16 +399,10 @@ def test_a_bomb_that_claims_little_is_stopped_where_it_goes_beyond(tmp_path):
 
 def test_every_byte_of_a_wheel_may_be_wrong(tmp_path):
     """Damage to a wheel without noise, at every place: the same answer, or an error, never another answer."""
-    memory = io.BytesIO()
-    with zipfile.ZipFile(memory, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(zipfile.ZipInfo("demo/e.so"), EXTENSION, zipfile.ZIP_DEFLATED)
-        archive.writestr(zipfile.ZipInfo("demo-1.2.dist-info/METADATA"), METADATA, zipfile.ZIP_DEFLATED)
-        archive.writestr(zipfile.ZipInfo("demo-1.2.dist-info/RECORD"), record_line("demo/e.so", EXTENSION))
-    good = memory.getvalue()
-    expected = facts_of(good, tmp_path).distribution
+    expected = facts_of(SMALL, tmp_path).distribution
     others = []
-    for position in range(len(good)):
-        data = bytearray(good)
+    for position in range(len(SMALL)):
+        data = bytearray(SMALL)
         data[position] ^= 0x41
         try:
             found = facts_of(bytes(data), tmp_path).distribution
@@ -408,6 +411,35 @@ def test_every_byte_of_a_wheel_may_be_wrong(tmp_path):
         if found != expected:
             others.append((position, found))
     assert others == []
+
+
+def small() -> bytes:
+    memory = io.BytesIO()
+    with zipfile.ZipFile(memory, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(zipfile.ZipInfo("demo/e.so"), EXTENSION, zipfile.ZIP_DEFLATED)
+        archive.writestr(zipfile.ZipInfo("demo-1.2.dist-info/METADATA"), METADATA, zipfile.ZIP_DEFLATED)
+        archive.writestr(zipfile.ZipInfo("demo-1.2.dist-info/RECORD"), record_line("demo/e.so", EXTENSION))
+    return memory.getvalue()
+
+
+SMALL = small()
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(0, len(SMALL) - 1), st.integers(0, 255)), max_size=8),
+    st.integers(0, len(SMALL)) | st.none(),
+    st.binary(max_size=40),
+)
+def test_a_mangled_wheel_is_an_error_or_the_same(tmp_path, changes, end, tail):
+    data = bytearray(SMALL)
+    for position, value in changes:
+        data[position] = value
+    try:
+        found = facts_of(bytes(data[:end]) + tail, tmp_path).distribution
+    except BringupError:
+        return
+    assert [file.undefined for file in found.files] == [frozenset(UNDEFINED)]
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["zip", "zip64"])
@@ -514,6 +546,56 @@ def test_the_newest_wheel_that_fits_is_chosen(http, page, requirement, file):
 def test_a_requirement_without_a_wheel(http, page, requirement, says):
     with pytest.raises(InputError, match=says):
         index_of(http, page.url).find(requirement, "cp312-x86_64")
+
+
+@pytest.mark.parametrize("is_beside", [True, False], ids=["on the index's server", "on another server"])
+def test_the_login_of_an_index_goes_to_its_own_server_only(is_beside):
+    with serving(GOOD, name=FILE) as elsewhere, serving(GOOD, "locked-index", name="") as served:
+        served.listed = f"/files/{FILE}" if is_beside else elsewhere.url
+        sources = Sources({}, DefaultIndex(Source(served.url, *LOGIN)))
+        with reader(sources) as wheels:
+            assert wheels.read("demo", "cp312-x86_64").distribution.version == "1.2"
+    assert None not in served.logins
+    assert set(elsewhere.logins) == (set() if is_beside else {None})
+
+
+def test_a_login_in_an_address_is_used_and_never_said():
+    with serving(GOOD, "locked", name=FILE) as served, reader(Sources({}, DefaultIndex())) as wheels:
+        address = served.url.replace("://", f"://{LOGIN[0]}:{LOGIN[1]}@")
+        assert wheels.read(address, "cp312-x86_64").distribution.name == "demo"
+        with pytest.raises(BringupError) as raised:
+            wheels.read(address.replace(LOGIN[1], "wrong-one"), "cp312-x86_64")
+    assert "wrong-one" not in str(raised.value)
+
+
+PAGE = {
+    "meta": {"api-version": "1.1"},
+    "files": [
+        {"filename": FILE, "url": f"../files/{FILE}", "hashes": {"sha256": "ab" * 32}, "size": 77, "yanked": False},
+        {"filename": "demo-1.3-py3-none-any.whl", "url": "b", "hashes": {}, "size": "77", "yanked": "broken"},
+        {"filename": "demo-1.1.tar.gz", "url": "c", "hashes": {}},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        pytest.param(PAGE, (FILE, "ab" * 32, 77), id="page"),
+        pytest.param({"files": "x"}, "is no page of an index", id="files are no list"),
+        pytest.param({"files": [{"filename": FILE}]}, "is no page of an index", id="no address"),
+        pytest.param([], "is no page of an index", id="no object"),
+    ],
+)
+def test_pages_in_json(http, page, expected):
+    with serving(json.dumps(page).encode(), "json-page", name="") as served:
+        if isinstance(expected, str):
+            with pytest.raises(BringupError, match=expected):
+                index_of(http, served.url).find("demo", "cp312-x86_64")
+            return
+        offer = index_of(http, served.url).find("demo", "cp312-x86_64")
+    assert (offer.file, offer.sha256, offer.size_bytes) == expected
+    assert offer.url == served.url + "files/" + FILE
 
 
 @pytest.mark.parametrize("manner", ["failing", "locked", "hanging-up"])

@@ -16,7 +16,7 @@ from bringup.abi import judge, parse_environment
 from bringup.commands import options
 from bringup.commands.abi_index import index
 from bringup.commands.abi_matrix import matrix
-from bringup.commands.abi_text import Capability, Report, StackName, open_reader, output, show_reports
+from bringup.commands.abi_text import Capability, Report, StackName, check_capability, open_reader, output, show_reports
 from bringup.errors import InputError
 from bringup.guard import is_refused
 from bringup.host_environment import HostEnvironment, read_host
@@ -61,6 +61,7 @@ def check(
     """
     if sum(each is not None for each in (torch, env, host)) > 1:
         raise InputError("--torch, --env and --host exclude one another")
+    check_capability(capability)
     console = Console(stderr=True, highlight=False)
     machine = platform.rpartition("-")[2] if platform else os.uname().machine if env else "x86_64"
     split(platform or f"cp312-{machine}")

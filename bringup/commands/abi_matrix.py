@@ -24,6 +24,7 @@ from bringup.commands.abi_text import (
     Capability,
     Platform,
     StackName,
+    check_capability,
     listed,
     open_reader,
     output,
@@ -58,6 +59,7 @@ def matrix(
     could be judged, 2 some wheel could not be read.
     """
     split(platform)
+    check_capability(capability)
     console = Console(stderr=True, highlight=False)
     index = torch_index.load(platform.rpartition("-")[2])
     releases = [index.find(each) for each in torch] if torch else list(index.catalogue)

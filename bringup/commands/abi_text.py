@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from rich.text import Text
 from bringup import wheels
 from bringup.abi import AbiFinding, Level, Verdict
 from bringup.commands.lock import stack_path
+from bringup.errors import InputError
 from bringup.locking import Sources, default_index
 from bringup.locking.compile import PLATFORMS
 from bringup.stack import load_stack
@@ -56,6 +58,12 @@ class Report:
             "seconds": round(self.facts.seconds, 3),
             "read": dict(self.facts.read),
         }
+
+
+def check_capability(capability: str | None) -> None:
+    """Raise InputError for what is no compute capability."""
+    if capability is not None and not re.fullmatch(r"\d+\.\d", capability):
+        raise InputError(f"--capability {capability}: wanted a compute capability such as 9.0")
 
 
 @contextmanager

@@ -221,8 +221,8 @@ def _offers_of_page(data: bytes, kind: str, url: str, name: str, login: tuple[st
                     name,
                     str(entry["filename"]),
                     urljoin(url, str(entry["url"])),
-                    sha256=entry.get("hashes", {}).get("sha256"),
-                    size_bytes=entry.get("size"),
+                    sha256=_sha256(entry.get("hashes", {}).get("sha256")),
+                    size_bytes=_count(entry.get("size")),
                     requires_python=entry.get("requires-python"),
                     is_yanked=bool(entry.get("yanked")),
                     login=_same_server(login, url, str(entry["url"])),
@@ -245,6 +245,14 @@ def _offers_of_page(data: bytes, kind: str, url: str, name: str, login: tuple[st
             is_yanked="data-yanked" in attributes,
             login=_same_server(login, url, address),
         )
+
+
+def _sha256(value: object) -> str | None:
+    return value if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) else None
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def _same_server(login: tuple[str, str] | None, url: str, file_url: str) -> tuple[str, str] | None:

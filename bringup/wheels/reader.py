@@ -11,10 +11,11 @@ import httpx
 
 from bringup.errors import InputError
 from bringup.locking import http as web
-from bringup.locking.settings import Sources
+from bringup.locking.settings import Source, Sources
 from bringup.wheels.listing import Indexes, Offer
 from bringup.wheels.reading import WheelFacts, read_wheel
-from bringup.wheels.remote import Source, open_local, open_source
+from bringup.wheels.remote import Source as Bytes
+from bringup.wheels.remote import open_local, open_source
 
 
 class WheelReader:
@@ -41,7 +42,7 @@ class WheelReader:
             return read_wheel(source, offer.file)
 
     @contextmanager
-    def open_offer(self, offer: Offer, *, whole: bool = False) -> Iterator[Source]:
+    def open_offer(self, offer: Offer, *, whole: bool = False) -> Iterator[Bytes]:
         """Open a wheel of an index; ``whole`` fetches all of it at once and tests its hash."""
         with open_source(
             self.http,
@@ -55,15 +56,18 @@ class WheelReader:
             yield source
 
     @contextmanager
-    def opened(self, what: str, platform: str) -> Iterator[tuple[Source, str]]:
+    def opened(self, what: str, platform: str) -> Iterator[tuple[Bytes, str]]:
         """Open a wheel by path, address or requirement; yields it with its file name."""
         if not what.endswith(".whl"):
             offer = self.indexes.find(what, platform)
             with self.open_offer(offer) as source:
                 yield source, offer.file
         elif urlsplit(what).scheme in ("http", "https", "file"):
-            file = unquote(urlsplit(what).path.rsplit("/", 1)[-1])
-            with open_source(self.http, what, login=self.sources.login(what), say=self._say) as source:
+            # A login in the address must not come back in a message.
+            at = Source.parse(what)
+            login = self.sources.login(at.url) if at.user is None else (at.user, at.password or "")
+            file = unquote(urlsplit(at.url).path.rsplit("/", 1)[-1])
+            with open_source(self.http, at.url, login=login, say=self._say) as source:
                 yield source, file
         else:
             path = Path(what)

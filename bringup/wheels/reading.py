@@ -150,9 +150,11 @@ def record_of(archive: Archive) -> dict[str, str | None]:
     """
     text = archive.read(_information(archive, "RECORD"), MAX_RECORD_BYTES).decode("utf-8", "backslashreplace")
     found: dict[str, str | None] = {}
-    for row in csv.reader(io.StringIO(text)):
-        if not row or not row[0]:
-            continue
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text)) if row and row[0]]
+    except csv.Error as error:
+        raise archive.unsound(f"its RECORD is no table: {error}") from None
+    for row in rows:
         digest = row[1].removeprefix("sha256=") if len(row) > 1 and row[1].startswith("sha256=") else ""
         found[installed_path(row[0])] = _hexadecimal(digest)
     return found
