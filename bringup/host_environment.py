@@ -79,23 +79,28 @@ def _look(inventory: str, name: str, names: list[str]) -> dict[str, Any]:
         def look(self) -> dict[str, Any]:
             opened = self._open()
             host = next(host for host in opened if self.state.is_host_in_limit(host))
-            self._told[host.name] = worker._Told(0.0)
+            path = facts.wanted(host).python.existing or CURRENT
+            about = self._told[host.name] = worker._Told(0.0)
+            found: dict[str, Any] = {}
+
+            def ask(host: Any) -> None:
+                asked = "".join(f"{name}\n" for name in names)
+                output = host.get_fact(facts.Script, "abi_probe", (path, "--wanted", "-"), _stdin=asked)
+                found["answer"] = json.loads(facts.answer(output))
+                state = facts.observed(host)
+                gpus = None if state is None or isinstance(state.gpus, Unknown) else state.gpus.listed
+                found["capability"] = next((g.compute_capability for g in gpus or () if g.compute_capability), None)
+
             try:
                 self._connect([host])
                 if host not in self.state.active_hosts:
-                    raise HostError("cannot connect", host=host.name, why=self._errors.get(host.name))
-                with worker.bound(worker.ctx_config, self.state.config.copy()), worker.bound(worker.ctx_host, host):
-                    path = facts.wanted(host).python.existing or CURRENT
-                    output = host.get_fact(
-                        facts.Script, "abi_probe", (path, "--wanted", "-"), _stdin="".join(f"{n}\n" for n in names)
-                    )
-                    answer = json.loads(facts.answer(output))
-                    state = facts.observed(host)
+                    raise HostError("cannot connect", why=self._errors.get(host.name))
+                self._each([host], ask)
             finally:
                 worker.close([host])
-            gpus = None if state is None or isinstance(state.gpus, Unknown) else state.gpus.listed
-            capability = next((gpu.compute_capability for gpu in gpus or () if gpu.compute_capability), None)
-            return {"answer": answer, "capability": capability}
+            if about.problem:
+                raise HostError("the environment could not be read", why=about.problem)
+            return found
 
     shard = worker.Shard(command="drift", inventory=inventory, limit=(name,), parts=1)
     return Look(shard, quiet).look()
