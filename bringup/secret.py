@@ -49,3 +49,12 @@ def secrets_in(value: object, name: str = "") -> Iterator[str]:
                     yield password
         case _:
             return
+
+
+def hide(text: str, *places: object) -> str:
+    """Return a text with every secret of these settings and environments replaced by ``***``."""
+    found = {secret for place in places for secret in secrets_in(place)}
+    # The longest first: one may be a part of another.
+    for secret in sorted(found, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return text

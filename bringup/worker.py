@@ -611,7 +611,7 @@ class _Masked(io.TextIOBase):
         self._worker = worker
 
     def write(self, text: str) -> int:
-        self._inner.write(self._worker.masker.text(text))
+        self._inner.write(self._worker.masker.message(text))
         return len(text)
 
     def flush(self) -> None:

@@ -11,6 +11,7 @@ from pyinfra.api.host import Host
 
 from bringup import facts
 from bringup.finding import Finding
+from bringup.secret import hide
 
 HOOK_LIMIT_S = 1800
 
@@ -57,7 +58,8 @@ def _hook(host: Host, command: str | None, name: str) -> Finding | None:
         return _failed(name, f"it did not end within {HOOK_LIMIT_S} s", None)
     if process.returncode == 0:
         return None
-    said = output.decode("utf-8", "replace").strip().splitlines()
+    # A hook that fails may print what it was given.
+    said = hide(output.decode("utf-8", "replace"), environment).strip().splitlines()
     return _failed(name, said[-1][:300] if said else "it said nothing", process.returncode)
 
 

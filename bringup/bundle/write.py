@@ -239,7 +239,7 @@ class _Writer:
             addresses = locate(list(mine.values()), platform, self.sources)
             for path, file in mine.items():
                 url = addresses[file.file]
-                self._download(client, url, path, file, auth=self.sources.login(url))
+                self._download(client, url, path, file, auth=self.sources.login(url, file.index))
 
     def _fetch_packages(
         self,

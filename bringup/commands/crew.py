@@ -28,6 +28,7 @@ from bringup.rollout import (
     Step,
     judge_gate,
 )
+from bringup.secret import hide
 
 # The steps of deploy.py that a step of a rollout runs, by pass. The driver's pass changes nothing but the driver.
 PREPARE: Mapping[Pass, tuple[str, ...]] = {
@@ -288,7 +289,8 @@ class EngineCrew:
             process.wait()
         if process.returncode == 0:
             return None
-        lines = said.decode("utf-8", "replace").strip().splitlines()
+        # A hook that fails may print what it was given.
+        lines = hide(said.decode("utf-8", "replace"), environment).strip().splitlines()
         return f"the {step} command ended with {process.returncode}: {lines[-1][:300] if lines else 'it said nothing'}"
 
 

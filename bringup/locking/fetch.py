@@ -90,7 +90,7 @@ def fetch_files(
                 say(f"{file.file} ({file.size_bytes / 1e6:.1f} MB)")
                 target = cache / file.file
                 url = found[file.file]
-                login = sources.login(url)
+                login = sources.login(url, file.index)
                 downloaded_bytes += http.download(
                     client, url, target, size=file.size_bytes, sha256=file.sha256, auth=login
                 )

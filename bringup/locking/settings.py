@@ -132,13 +132,21 @@ class Sources:
             direct=urlsplit(base).hostname,
         )
 
-    def login(self, url: str) -> tuple[str, str] | None:
-        """Return (user, password) for an address on the same server as one of the indexes; None without any."""
+    def login(self, url: str, index: str | None = None) -> tuple[str, str] | None:
+        """Return (user, password) for an address on the same server as one of the indexes; None without any.
+
+        Several indexes on one server may each have their own: that of ``index`` comes first, then the one whose
+        address has most in common with ``url``.
+        """
+        first = self.named.get(index) if index else None
         known = (*self.named.values(), *self.before_default, *self.default.extra)
-        for source in (*known, *([self.default.url] if self.default.url else [])):
-            if source.user is not None and urlsplit(source.url)[:2] == urlsplit(url)[:2]:
-                return source.user, source.password or ""
-        return None
+        own = [self.default.url] if self.default.url else []
+        found = [
+            (source is first, len(os.path.commonprefix((source.url, url))), source.user, source.password or "")
+            for source in (*known, *own)
+            if source.user is not None and urlsplit(source.url)[:2] == urlsplit(url)[:2]
+        ]
+        return max(found)[2:] if found else None
 
 
 def _sources(urls: Iterable[str]) -> tuple[Source, ...]:

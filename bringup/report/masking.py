@@ -42,12 +42,18 @@ class Masker:
 
     def text(self, text: str) -> str:
         """Return the text without secrets."""
+        return _ASSIGNMENT.sub(rf"\1{MASK}", self.message(text))
+
+    def message(self, text: str) -> str:
+        """Return a message for people without known secrets, keys and logins.
+
+        What follows words such as ``token:`` stays: a message may well say what is wrong with one.
+        """
         if self._known is not None:
             text = self._known.sub(MASK, text)
         text = _PRIVATE_KEY.sub(MASK, text)
         text = _USERINFO.sub(f"{MASK}@", text)
-        text = _AUTHORIZATION.sub(rf"\1{MASK}", text)
-        return _ASSIGNMENT.sub(rf"\1{MASK}", text)
+        return _AUTHORIZATION.sub(rf"\1{MASK}", text)
 
     def value(self, value: JsonValue) -> JsonValue:
         """Return the JSON value with every string in it, keys included, without secrets.

@@ -1,10 +1,13 @@
-"""A site's static web server: Python's own, with a count of what it sent and, where wanted, a password."""
+"""A site's static web server: Python's own, with a count of what it sent and, where wanted, passwords.
+
+Asked with whole addresses, it is its own HTTP proxy.
+"""
 
 from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,17 +15,23 @@ from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 
 @dataclass
 class Site:
-    """A served directory. ``sent`` holds (path, bytes) of every file that was sent, ``refused`` what was not."""
+    """A served directory. ``sent`` holds (path, bytes) of every file that was sent.
+
+    ``logins`` maps the beginning of a path to user:password; ``proxy_login`` is what a request with a whole
+    address must bring, and no other request is answered then. ``refused`` holds what came without.
+    """
 
     url: str
-    login: str | None = None
+    logins: Mapping[str, str] = field(default_factory=dict)
+    proxy_login: str | None = None
     sent: list[tuple[str, int]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    proxied: list[str] = field(default_factory=list)
 
     def sent_bytes(self, suffix: str) -> dict[str, int]:
         """Return the bytes that were sent of each file with this suffix, by file name."""
@@ -42,17 +51,25 @@ class _Handler(SimpleHTTPRequestHandler):
         super().__init__(*arguments, **named)
 
     def send_head(self) -> Any:
-        wanted = self._site.login
-        if wanted is not None:
-            given = self.headers.get("Authorization", "")
-            if given != f"Basic {base64.b64encode(wanted.encode()).decode()}":
-                self._site.refused.append(self.path)
-                self.send_response(HTTPStatus.UNAUTHORIZED)
-                self.send_header("WWW-Authenticate", 'Basic realm="site"')
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return None
+        if self.path.startswith("http://"):
+            if self._site.proxy_login and not self._knows("Proxy-Authorization", self._site.proxy_login):
+                return self._refuse(HTTPStatus.PROXY_AUTHENTICATION_REQUIRED, "Proxy-Authenticate")
+            self.path = urlsplit(self.path).path
+            self._site.proxied.append(unquote(self.path))
+        wanted = next((login for path, login in self._site.logins.items() if self.path.startswith(path)), None)
+        if wanted is not None and not self._knows("Authorization", wanted):
+            return self._refuse(HTTPStatus.UNAUTHORIZED, "WWW-Authenticate")
         return super().send_head()
+
+    def _knows(self, header: str, login: str) -> bool:
+        return self.headers.get(header, "") == f"Basic {base64.b64encode(login.encode()).decode()}"
+
+    def _refuse(self, status: HTTPStatus, header: str) -> None:
+        self._site.refused.append(self.path)
+        self.send_response(status)
+        self.send_header(header, 'Basic realm="site"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def copyfile(self, source: Any, outputfile: IO[bytes]) -> None:  # type: ignore[override]
         size_bytes = 0
@@ -68,10 +85,12 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def serving(directory: Path, address: str, *, login: str | None = None, port: int = 0) -> Iterator[Site]:
-    """Serve ``directory`` on one of the controller's addresses; ``login`` (user:password) None asks for none."""
-    site = Site("", login)
-    server = ThreadingHTTPServer((address, port), partial(_Handler, site=site, directory=str(directory)))
+def serving(
+    directory: Path, address: str, *, logins: Mapping[str, str] | None = None, proxy_login: str | None = None
+) -> Iterator[Site]:
+    """Serve ``directory`` on one of the controller's addresses."""
+    site = Site("", logins or {}, proxy_login)
+    server = ThreadingHTTPServer((address, 0), partial(_Handler, site=site, directory=str(directory)))
     site.url = f"http://{address}:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
     thread.start()

@@ -25,7 +25,7 @@ from tests.lab.conftest import open_lab
 
 pytestmark = pytest.mark.lab
 
-RANGE = "10.92.6.0/24"
+RANGE = "10.92.9.0/24"
 HOST = "gpu-01"
 
 INVENTORY = """
@@ -138,9 +138,8 @@ def test_host_becomes_verified_from_the_bundle_alone(offline: Offline) -> None:
     before = len(offline.asked_of_the_mirror())
     started = time.monotonic()
     run = must(offline.rig.apply(HOST, inventory=offline.inventory(offline.bundled)))
-    print(
-        f"apply from the bundle: {time.monotonic() - started:.1f} s; {[(s.name, s.seconds) for s in run.host(HOST).steps]}"
-    )
+    steps = {step.name: step.seconds for step in run.host(HOST).steps}
+    print(f"apply from the bundle: {time.monotonic() - started:.1f} s; {steps}")
     verification = run.host(HOST).verification
     assert verification is not None
     assert verification.state == "verified"
