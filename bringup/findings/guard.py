@@ -28,7 +28,7 @@ _MISMATCH = re.compile(
 _LOGIN = re.compile(r"\((?P<status>401|403) [^)]*\)|lack of valid authentication", re.I)
 _ABSENT = re.compile(
     r"there is no version of (?P<version>\S+)|Because (?P<name>\S+) was not found in the package registry"
-    r"|no wheels? with a matching"
+    r"|no wheels? with a matching|Failed to download `(?P<gone>[^`]+)`(?s:.*)\(404 Not Found\)"
 )
 _SILENT = re.compile(r"error sending request|server error|timed? ?out|connection|status code|dns error|reset", re.I)
 _CAUSE = re.compile(r"^(?:error|  cause): (.+)$", re.M)
@@ -145,7 +145,7 @@ def uv_failed(call: Report, step: str) -> Finding:
             found=_tail(output),
         )
     if found := _ABSENT.search(output):
-        wheel = found["version"] or found["name"] or _causes(output)
+        wheel = found["version"] or found["name"] or found["gone"] or _causes(output)
         return _refusal(
             "BU-ENV-104",
             f"{where}: the index does not hold {wheel} as it was locked",

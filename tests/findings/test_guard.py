@@ -128,6 +128,10 @@ REFUSED = """error: Request failed after 3 retries in 5.9s
   cause: tcp connect error
   cause: Connection refused (os error 111)
 """
+GONE = """error: Failed to download `torch==2.9.1+cu130`
+  cause: Failed to fetch: http://mirror/simple/torch/torch-2.9.1%2Bcu130-cp311-cp311-manylinux_2_28_x86_64.whl
+  cause: HTTP status client error (404 Not Found) for url (http://mirror/simple/torch/torch-2.9.1%2Bcu130.whl)
+"""
 SPOILED = """error: Failed to download `six==1`
   cause: Failed to extract archive: six-1-py3-none-any.whl
   cause: Bad uncompressed size (got 00000002, expected 0000004b) for file: six-1.dist-info/WHEEL
@@ -140,6 +144,7 @@ SPOILED = """error: Failed to download `six==1`
         pytest.param(MISMATCH, "BU-ENV-103", "torch==2.9.1+cu130", "not the file that was locked", id="hash"),
         pytest.param(ABSENT, "BU-ENV-104", "torch==2.9.1+cu130", "does not hold torch==2.9.1+cu130", id="no version"),
         pytest.param(UNKNOWN_NAME, "BU-ENV-104", "torch", "does not hold torch", id="no such name"),
+        pytest.param(GONE, "BU-ENV-104", "torch==2.9.1+cu130", "does not hold torch==2.9.1+cu130", id="404"),
         pytest.param(CLOSED, "BU-ENV-106", None, "other credentials", id="credentials"),
         pytest.param(DOWN, "BU-ENV-105", None, "503 Service Unavailable", id="503"),
         pytest.param(REFUSED, "BU-ENV-105", None, "Connection refused", id="refused"),
