@@ -34,6 +34,7 @@ def apply(
     events: options.Events = None,
     deep: options.Deep = False,
     workers: options.Workers = None,
+    executor: options.Scheduler = None,
     parallel: options.Parallel = 50,
     verbose: options.Verbose = 0,
 ) -> None:
@@ -65,7 +66,7 @@ def apply(
         parallel=parallel,
         verbosity=verbose,
     )
-    results = session.carry_out(job, json_output=json, events_to=events)
+    results = session.carry_out(job, json_output=json, events_to=events, scheduler=executor)
     session.finish(results, json_output=json, events_to=events, verbose=verbose > 0)
 
 
@@ -75,6 +76,4 @@ def confirm(inventory: str) -> None:
         raise InputError(
             "apply changes hosts and nobody is there to ask", hint="say --yes, or look first with `bringup plan`"
         )
-    typer.confirm(
-        f"Change the hosts of {inventory}? (`bringup plan` shows what would be done)", abort=True, err=True
-    )
+    typer.confirm(f"Change the hosts of {inventory}? (`bringup plan` shows what would be done)", abort=True, err=True)

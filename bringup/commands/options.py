@@ -28,9 +28,7 @@ Events = Annotated[
     str | None,
     typer.Option("--events", help="Write events as JSON lines to a file, or '-' for stdout.", metavar="FILE"),
 ]
-Deep = Annotated[
-    bool, typer.Option("--deep", help="Hash every file of the environment instead of its size and time.")
-]
+Deep = Annotated[bool, typer.Option("--deep", help="Hash every file of the environment instead of its size and time.")]
 Verbose = Annotated[
     int, typer.Option("--verbose", "-v", count=True, help="Show what runs on the hosts; twice for more.")
 ]
@@ -40,3 +38,7 @@ Workers = Annotated[
     typer.Option("--workers", min=1, help="Worker processes. Default: one per 50 hosts, at most one per core."),
 ]
 Parallel = Annotated[int, typer.Option("--parallel", min=1, help="Hosts that one worker works on at a time.")]
+Scheduler = Annotated[
+    str | None,
+    typer.Option("--executor", metavar="tls://HOST:PORT", help="Run the shards on the workers of this Dask scheduler."),
+]

@@ -115,8 +115,11 @@ def overrides(
     return chosen
 
 
-def carry_out(job: engine.Job, *, json_output: bool, events_to: str | None) -> Results:
-    """Run a job with progress on stderr; events go to ``events_to``; runs are recorded in the history."""
+def carry_out(job: engine.Job, *, json_output: bool, events_to: str | None, scheduler: str | None = None) -> Results:
+    """Run a job with progress on stderr; events go to ``events_to``; runs are recorded in the history.
+
+    ``scheduler`` is the address of a Dask scheduler whose workers run the shards; None runs them here.
+    """
     console = Console(stderr=True, highlight=False)
     with ExitStack() as stack:
         stream = open_events(events_to, stack)
@@ -133,7 +136,17 @@ def carry_out(job: engine.Job, *, json_output: bool, events_to: str | None) -> R
             if recorder is not None:
                 recorder(event)
 
-        return engine.run(job, on_event)
+        return engine.run(job, on_event, executor=_executor(scheduler))
+
+
+def _executor(scheduler: str | None) -> engine.Executor | None:
+    if scheduler is None:
+        return None
+    try:
+        from bringup.dask_executor import DaskExecutor
+    except ImportError:
+        raise InputError("--executor needs dask.distributed", hint="install bringup[dask]") from None
+    return DaskExecutor(scheduler)
 
 
 def _recorder(job: engine.Job) -> Recorder | None:

@@ -1,0 +1,271 @@
+"""Shards on a real scheduler with real workers and certificates: what comes back, and what a lost worker leaves."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import dask
+import psutil
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from bringup import engine
+from bringup.dask_executor import DaskExecutor, check_address, parcel, unpacked
+from bringup.errors import BringupError, InputError
+from bringup.report import events
+
+pytestmark = [
+    # distributed leaves sockets and pipes to the garbage collector when a cluster is taken away from it.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.timeout(240),
+]
+
+
+@pytest.mark.parametrize(
+    "address", ["tls://dask.example:8786", "tcp://127.0.0.1:8786", "tcp://[::1]:8786", "tcp://localhost:8786"]
+)
+def test_a_scheduler_that_is_safe_is_taken(address: str) -> None:
+    assert check_address(address) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("tcp://dask.example:8786", "whoever reaches an open scheduler runs commands on every host"),
+        ("tcp://10.0.0.1:8786", "whoever reaches an open scheduler runs commands on every host"),
+        ("tcp://0.0.0.0:8786", "whoever reaches an open scheduler runs commands on every host"),
+        ("dask.example:8786", "is no scheduler"),
+        ("tls://dask.example", "is no scheduler"),
+        ("ucx://127.0.0.1:8786", "is no scheduler"),
+    ],
+)
+def test_a_scheduler_that_others_could_use_is_refused(address: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_address(address)
+
+
+def test_an_inventory_travels_with_what_stands_beside_it(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    (here / "group_data").mkdir(parents=True)
+    (here / "fleet.py").write_text("fleet = ['gpu-1']")
+    (here / "group_data" / "all.py").write_text("bringup_stack = 'lab'")
+    (tmp_path / "next.toml").write_text("schema = 1")
+    shard = {"inventory": str(here / "fleet.py"), "overrides": {"stack": str(tmp_path / "next.toml"), "who": "me"}}
+    there.mkdir()
+    found = unpacked(json.loads(json.dumps({**shard, "inventory": parcel(shard)})), there)
+    assert Path(found["inventory"]).read_text() == "fleet = ['gpu-1']"
+    assert (there / "group_data" / "all.py").read_text() == "bringup_stack = 'lab'"
+    assert found["overrides"] == {"stack": str(there / "named" / "next.toml"), "who": "me"}
+
+
+# ---------------------------------------------------------------- a cluster
+
+
+def certificates(directory: Path, name: str) -> dict[str, str]:
+    """Make an authority and one certificate by it, and return the settings that use them on both sides."""
+    authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    authority = signed(f"{name} authority", authority_key, f"{name} authority", authority_key, is_authority=True)
+    certificate = signed(f"{name} authority", authority_key, name, key, is_authority=False)
+    files = {
+        "ca-file": directory / f"{name}-ca.pem",
+        "cert": directory / f"{name}.pem",
+        "key": directory / f"{name}.key",
+    }
+    files["ca-file"].write_bytes(authority.public_bytes(serialization.Encoding.PEM))
+    files["cert"].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    files["key"].write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    settings = {"distributed.comm.tls.ca-file": str(files["ca-file"])}
+    for role in ("scheduler", "worker", "client"):
+        settings |= {f"distributed.comm.tls.{role}.{part}": str(files[part]) for part in ("cert", "key")}
+    return settings
+
+
+def signed(
+    issuer: str,
+    issuer_key: ec.EllipticCurvePrivateKey,
+    name: str,
+    key: ec.EllipticCurvePrivateKey,
+    *,
+    is_authority: bool,
+) -> x509.Certificate:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        .sign(issuer_key, hashes.SHA256())
+    )
+
+
+@dataclass
+class Cluster:
+    """A scheduler and two workers, each a process of its own."""
+
+    address: str
+    settings: dict[str, str]
+    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def executor(self) -> DaskExecutor:
+        with dask.config.set(self.settings):
+            return DaskExecutor(self.address)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    settings = certificates(tmp_path, "site")
+    environment = {**os.environ, "BRINGUP_STATE": str(tmp_path / "worker")}
+    for key, value in settings.items():
+        environment["DASK_" + key.upper().replace(".", "__").replace("-", "_")] = value
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    made = Cluster(f"tls://127.0.0.1:{port}", settings)
+    log = (tmp_path / "cluster.log").open("wb")
+
+    def started(*words: str) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "distributed.cli.dask_" + words[0], *words[1:]]
+        return subprocess.Popen(argv, env=environment, stdout=log, stderr=log, cwd=tmp_path)
+
+    scheduler = started("scheduler", "--host", made.address, "--protocol", "tls", "--no-dashboard")
+    try:
+        for _ in range(2):
+            made.workers.append(
+                started("worker", made.address, "--no-nanny", "--nthreads", "4", "--no-dashboard", "--protocol", "tls")
+            )
+        yield made
+    finally:
+        for process in (*made.workers, scheduler):
+            process.kill()
+            process.wait()
+        log.close()
+
+
+class SilentHost:
+    """A host that takes connections and says nothing, until it is told to hang up on everybody."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self.connections = 0
+        self.hangs_up = False
+        self._held: list[socket.socket] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            self.connections += 1
+            if self.hangs_up:
+                connection.close()
+            else:
+                self._held.append(connection)
+
+    def close(self) -> None:
+        for connection in (*self._held, self._socket):
+            connection.close()
+
+
+def fleet(directory: Path, *ports: int) -> str:
+    file = directory / "fleet.py"
+    data = {"ssh_hostname": "127.0.0.1", "bringup_stack": "sglang-cu130", "ssh_strict_host_key_checking": "no"}
+    file.write_text(f"fleet = [(f'gpu-{{at}}', {{**{data!r}, 'ssh_port': p}}) for at, p in enumerate({ports!r}, 1)]\n")
+    return str(file)
+
+
+def test_shards_run_on_the_workers_and_their_events_come_back(cluster: Cluster, tmp_path: Path) -> None:
+    heard: list[events.Event] = []
+    job = engine.Job("drift", fleet(tmp_path, 1, 1, 1), workers=2)
+    results = engine.run(job, heard.append, executor=cluster.executor())
+    assert {name: host.status for name, host in results.hosts.items()} == dict.fromkeys(
+        ("gpu-1", "gpu-2", "gpu-3"), "unknown"
+    )
+    assert sorted(event.host for event in heard if isinstance(event, events.HostDone)) == ["gpu-1", "gpu-2", "gpu-3"]
+
+
+def test_what_cannot_be_begun_is_told(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('not today')")
+    with pytest.raises(InputError, match="not today"):
+        engine.run(engine.Job("drift", str(tmp_path / "broken.py")), lambda _: None, executor=cluster.executor())
+
+
+def test_certificates_of_another_authority_are_refused(cluster: Cluster, tmp_path: Path) -> None:
+    with (
+        dask.config.set(certificates(tmp_path, "stranger")),
+        pytest.raises(BringupError, match=r"the scheduler at tls://127\.0\.0\.1:"),
+    ):
+        DaskExecutor(cluster.address)
+
+
+def test_the_shard_of_a_lost_worker_is_finished_by_another_and_no_host_is_told_of_twice(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    silent = SilentHost()
+    heard: list[events.Event] = []
+
+    def kill_the_worker_that_connects() -> None:
+        while not silent.connections:
+            time.sleep(0.05)
+        # What is killed is the worker with the shard's process below it.
+        at_work = [each for each in cluster.workers if psutil.Process(each.pid).children()]
+        silent.hangs_up = True
+        shards.extend(psutil.Process(at_work[0].pid).children())
+        at_work[0].send_signal(signal.SIGKILL)
+
+    shards: list[psutil.Process] = []
+    killer = threading.Thread(target=kill_the_worker_that_connects, daemon=True)
+    killer.start()
+    try:
+        job = engine.Job("drift", fleet(tmp_path, silent.port, 1))
+        results = engine.run(job, heard.append, executor=cluster.executor())
+    finally:
+        silent.close()
+    killer.join(timeout=5)
+    assert silent.connections >= 2
+    assert {name: host.status for name, host in results.hosts.items()} == {"gpu-1": "unknown", "gpu-2": "unknown"}
+    assert sorted(event.host for event in heard if isinstance(event, events.HostDone)) == ["gpu-1", "gpu-2"]
+    assert [event for event in heard if isinstance(event, events.WorkerLost)] == []
+    # A killed worker takes its shard along, so that nobody works on after it.
+    assert [each for each in shards if each.is_running()] == []
+
+
+def test_a_run_that_is_stopped_ends_its_shard_on_the_worker(cluster: Cluster, tmp_path: Path) -> None:
+    silent = SilentHost()
+    executor = cluster.executor()
+    try:
+        executor.start(0, engine.Job("drift", fleet(tmp_path, silent.port)).shard(0, 1), {})
+        deadline = time.monotonic() + 60
+        while not silent.connections and time.monotonic() < deadline:
+            time.sleep(0.05)
+        shards = [child for each in cluster.workers for child in psutil.Process(each.pid).children()]
+        assert len(shards) == 1
+        executor.stop()
+        while shards[0].is_running() and shards[0].status() != "zombie" and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not shards[0].is_running() or shards[0].status() == "zombie"
+    finally:
+        silent.close()
