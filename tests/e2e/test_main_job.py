@@ -7,17 +7,22 @@ import time
 
 import pytest
 
+from tests.e2e.conftest import lock_stacks
 from tests.e2e.rig import Rig, argv, must
 
 pytestmark = pytest.mark.lab
 
 STEPS = ["preflight", "driver", "cuda", "linker", "environment", "verify", "switch"]
 HOSTS = ("gpu-01", "gpu-02")
+ONLY = [word for host in HOSTS for word in ("--limit", host)]
 
 
 def test_bare_hosts_become_verified_in_one_command_and_one_reboot_each(rig: Rig) -> None:
+    for host in HOSTS:
+        rig.lab.reset(host)
+    lock_stacks(rig.lab)
     boots = {host: rig.lab.host(host).boots() for host in HOSTS}
-    run = must(rig.command("apply"))
+    run = must(rig.command("apply", *ONLY))
     for host in HOSTS:
         result = run.host(host)
         assert result.status == "ok"
@@ -38,7 +43,7 @@ def test_bare_hosts_become_verified_in_one_command_and_one_reboot_each(rig: Rig)
 def test_a_second_apply_changes_nothing_and_costs_one_command_a_host(verified: Rig) -> None:
     before = {host: verified.sessions(host) for host in HOSTS}
     started = time.monotonic()
-    run = must(verified.command("apply"))
+    run = must(verified.command("apply", *ONLY))
     seconds = time.monotonic() - started
     assert run.results.summary.changes == 0
     assert run.results.summary.ok == 2
@@ -57,7 +62,7 @@ def test_lab_up_on_a_running_lab_opens_no_session(verified: Rig) -> None:
 
 def test_plan_and_drift_of_a_converged_host_are_empty(verified: Rig) -> None:
     for command in ("plan", "drift"):
-        run = must(verified.command(command))
+        run = must(verified.command(command, *ONLY))
         assert {host: run.differences(host) for host in HOSTS} == {"gpu-01": [], "gpu-02": []}
 
 

@@ -226,7 +226,9 @@ def limited(path: Path) -> tuple[float, int, str]:
         "try:\n    p.read_file(sys.argv[1]); said = 'read'\n"
         "except p.ElfError as problem:\n    said = type(problem).__name__ + ': ' + str(problem)\n"
         "usage = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "print(usage.ru_utime + usage.ru_stime, usage.ru_maxrss // 1024, said)\n"
+        # ru_maxrss of a new process begins with what its parent had; VmHWM is its own.
+        "peak = [line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')][0]\n"
+        "print(usage.ru_utime + usage.ru_stime, int(peak) // 1024, said)\n"
     )
     answer = subprocess.run(
         [sys.executable, "-c", program, str(path)], check=True, capture_output=True, text=True

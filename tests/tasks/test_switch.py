@@ -65,6 +65,7 @@ def test_current_moves_last_then_the_set_is_kept(tmp_path: Path) -> None:
         f"write {wanted.SERVICE_FILE} --mode 0644 --undo ...",
         f"link /opt/bringup/current {NEW} --undo",
         f"write {switch.CUTOVERS} --mode 0600 --undo ...",
+        f"write {switch.ASSIGNED} --mode 0644 ...",
         "commit",
         f"{COLLECT} 1 --protect {DIGEST}-1",
     ]
@@ -106,7 +107,7 @@ def test_a_first_cutover_keeps_two_old_environments(tmp_path: Path) -> None:
     ],
 )
 def test_the_toolkit_link(tmp_path: Path, change: Any, commands: list[str]) -> None:
-    assert Rig(tmp_path, answer(change)).run(switch.cutover)[2:-5] == commands
+    assert Rig(tmp_path, answer(change)).run(switch.cutover)[2:-6] == commands
 
 
 def test_units_are_named_before_the_first_change_and_restarted_after_the_last(tmp_path: Path) -> None:
