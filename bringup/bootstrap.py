@@ -112,9 +112,7 @@ def check_root() -> None:
 
 def missing_packages(groups: list[str]) -> list[tuple[str, str]]:
     """Return the packages of some groups whose witness is not there, with the reason for each."""
-    return [
-        (name, reason) for group in groups for name, witness, reason in PACKAGES[group] if not is_there(witness)
-    ]
+    return [(name, reason) for group in groups for name, witness, reason in PACKAGES[group] if not is_there(witness)]
 
 
 def is_there(witness: str) -> bool:

@@ -11,9 +11,7 @@ class BringupError(Exception):
 
     exit_code = 2
 
-    def __init__(
-        self, what: str, *, host: str | None = None, why: str | None = None, hint: str | None = None
-    ) -> None:
+    def __init__(self, what: str, *, host: str | None = None, why: str | None = None, hint: str | None = None) -> None:
         self.what = what
         self.host = host
         self.why = why

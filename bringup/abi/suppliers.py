@@ -1,5 +1,8 @@
-"""Who supplies a library. Sources: the file lists of NVIDIA's wheels on PyPI and of Debian 12's and
-Ubuntu 24.04's packages, read 2026-11."""
+"""Who supplies a library: hints for a remedy, never a verdict.
+
+Names as NVIDIA's wheels and Debian's and Ubuntu's packages bear them by convention, written down 2026-11; those of
+packages that no test installs were not compared with the distributions' own lists.
+"""
 
 from __future__ import annotations
 

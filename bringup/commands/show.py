@@ -116,9 +116,7 @@ def _summary(console: Console, document: Results) -> None:
     ]
     what = "differences" if document.command in ("plan", "drift") else "changes"
     number = (
-        sum(len(host.differences) for host in document.hosts.values())
-        if what == "differences"
-        else summary.changes
+        sum(len(host.differences) for host in document.hosts.values()) if what == "differences" else summary.changes
     )
     console.print(
         Text(f"{summary.hosts} hosts: {', '.join(counts) or 'nothing to tell'}; {number} {what}"), soft_wrap=True

@@ -103,9 +103,7 @@ def recorded(file: Path, label: str) -> Mapping[str, str]:
     """Return the keys on record for a host, by type; hashed host names are found too."""
     if not file.is_file():
         return {}
-    done = subprocess.run(
-        ["ssh-keygen", "-F", label, "-f", str(file)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["ssh-keygen", "-F", label, "-f", str(file)], capture_output=True, text=True, check=False)
     keys = {}
     for line in done.stdout.splitlines():
         parts = line.split()

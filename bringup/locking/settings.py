@@ -142,7 +142,8 @@ class Sources:
         known = (*self.named.values(), *self.before_default, *self.default.extra)
         own = [self.default.url] if self.default.url else []
         found = [
-            (source is first, len(os.path.commonprefix((source.url, url))), source.user, source.password or "")
+            # URLs are compared as text: the longest common beginning is the nearest index.
+            (source is first, len(os.path.commonprefix((source.url, url))), source.user, source.password or "")  # noqa: RUF071
             for source in (*known, *own)
             if source.user is not None and urlsplit(source.url)[:2] == urlsplit(url)[:2]
         ]
