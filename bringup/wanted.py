@@ -91,6 +91,13 @@ def packages(stack: Stack, state: HostState) -> LockedPackages | None:
     return stack.locked_packages(name) if name else None
 
 
+def simulated(stack: Stack, state: HostState) -> tuple[str, ...]:
+    """Return what is simulated of a host as this stack uses it: real wheels are real on a lab host too."""
+    wheels = stack.lock.wheels if stack.lock else None
+    are_real = wheels is not None and wheels.resolved_against == "index"
+    return tuple(name for name in state.simulated if name != "wheels" or not are_real)
+
+
 def toolkit_packages(stack: Stack, locked: LockedPackages, version: str) -> tuple[LockedPackage, ...]:
     """Return the packages that count as one toolkit's; a shared one belongs to the first that locks it."""
     taken: set[str] = set()

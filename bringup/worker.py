@@ -56,7 +56,7 @@ from bringup.report.results import (
 )
 from bringup.secret import secrets_in
 from bringup.stack import Stack
-from bringup.wanted import Site
+from bringup.wanted import Site, simulated
 
 Command = Literal["plan", "apply", "verify", "drift", "rollback", "describe"]
 
@@ -434,8 +434,7 @@ def recorded(stack: Stack, state: HostState, site: Site) -> dict[str, Any]:
     """Return what a host records about itself, for its ``host_done`` event; what is unknown is left out."""
     verification = VerificationResult.model_validate(drift.verification(stack, state, site))
     record: dict[str, Any] = {"verification": verification}
-    if not isinstance(state.simulated, Unknown):
-        record["simulated"] = state.simulated
+    record["simulated"] = simulated(stack, state)
     if state.pin is not None and not isinstance(state.pin, Unknown):
         record["pin"] = PinResult.model_validate(state.pin)
     if state.assigned is not None and not isinstance(state.assigned, Unknown):

@@ -453,7 +453,7 @@ def record(context: Context, proved: Target, results: list[dict[str, Any]]) -> d
         "schema": 1,
         **identity(context.stack, context.state, proved),
         "measured_at_s": round(time.time(), 3),
-        "simulated": list(context.state.simulated),
+        "simulated": list(wanted.simulated(context.stack, context.state)),
         "backends": results,
     }
 

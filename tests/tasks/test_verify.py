@@ -11,6 +11,7 @@ import pytest
 from host_case import both, put
 from scripted import Answer, Rig, answer, changed
 
+from bringup import wanted
 from bringup.findings import proof
 from tasks import verify
 
@@ -258,6 +259,16 @@ def test_the_record_says_for_what_it_holds(tmp_path: Path) -> None:
         "simulated": [],
         "backends": [],
     }
+
+
+@pytest.mark.parametrize(
+    ("against", "expected"),
+    [("index", ("gpu", "driver")), ("lab", ("gpu", "driver", "wheels"))],
+    ids=["real wheels are real on a lab host too", "look-alikes"],
+)
+def test_what_is_simulated(against: str, expected: tuple[str, ...]) -> None:
+    stack = host_case.stack(lock=put("wheels resolved_against", against))
+    assert wanted.simulated(stack, host_case.observed(simulated)) == expected
 
 
 # ---------------------------------------------------------------- the rules
