@@ -17,7 +17,7 @@ from bringup import catalog, facts, paths, wanted
 from bringup.errors import HostError, InputError
 from bringup.stack import LockedPackage
 from tasks.channel import push
-from tasks.run import Command, Commands, Context, converges, do, is_executing, shell, write
+from tasks.run import Command, Commands, Context, converges, do, is_executing, quoted, shell, write
 
 LOCK_WAIT_S = 600
 LOGIN_FILE = "/run/bringup/credentials-apt"
@@ -159,16 +159,20 @@ def _send_login() -> str | None:
 
 def install_named(name: str, packages: Iterable[str]) -> Command:
     """Return the command that installs packages of the distribution's own by name, whatever version it offers."""
+    wait = ["-o", f"DPkg::Lock::Timeout={LOCK_WAIT_S}"]
+    keep = ["-o", "Dpkg::Options::=--force-confdef", "-o", "Dpkg::Options::=--force-confold"]
+    names = [*packages]
+    # A run that died between writing our source and refreshing the lists, and many an image, leave none behind.
+    known = quoted("apt-cache", "show", "--no-all-versions", *names)
+    refresh = quoted("apt-get", "-q", *wait, "update")
+    install = quoted("apt-get", "-q", "-y", *wait, "--no-install-recommends", *keep, "install", *names)
     return do(
         name,
-        [
-            "apt-get", "-q", "-y", "-o", f"DPkg::Lock::Timeout={LOCK_WAIT_S}", "--no-install-recommends",
-            "-o", "Dpkg::Options::=--force-confdef", "-o", "Dpkg::Options::=--force-confold", "install", *packages,
-        ],
+        ["sh", "-euc", f"{known} >/dev/null 2>&1 || {refresh}\n{install}"],
         limit_s=1800,
         detach=True,
         environment=_NONINTERACTIVE,
-    )  # fmt: skip
+    )
 
 
 def hold(names: Iterable[str]) -> Command:

@@ -158,7 +158,6 @@ def switch(campaign: Campaign) -> Switched:
     rig = campaign.rig("switch")
     crash.serve(rig, SERVES)
     campaign.watcher = Watcher(campaign.lab, SERVES, every_s=0.1)
-    rig.shell(SERVES, TOUCH)
     before = rig.sessions(SERVES)
     ended = crash.apply(rig, [SERVES], next(crash.stacks(rig, first=1)))
     ended.must_be_verified(SERVES)
