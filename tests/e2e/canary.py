@@ -30,11 +30,12 @@ class Canaries:
         """Return every text that gives a secret away, and whose secret it is."""
         found: dict[bytes, str] = {}
         for name, secret in self.by_name.items():
-            found |= {text.encode(): name for text in (secret, quote(secret, safe=""))}
-            for before in range(3):
-                # In base64 a text looks in one of three ways, by where it begins; its ends depend on its neighbours.
-                coded = base64.b64encode(b"x" * before + secret.encode())
-                found[coded[4 if before else 0 : -4]] = name
+            for text in {secret, quote(secret, safe="")}:
+                found[text.encode()] = name
+                for before in range(3):
+                    # In base64 a text looks in one of three ways, by where it begins; its ends depend on what is around.
+                    coded = base64.b64encode(b"x" * before + text.encode())
+                    found[coded[4 if before else 0 : -4]] = name
         return found
 
     def in_text(self, text: str | bytes) -> set[str]:
