@@ -198,8 +198,24 @@ def hold(args):
             replace(LAST_RUN, as_json({"run": args.run, "who": args.who, "undone": True}), 0o600)
             undo(args.run)
     remove_quietly(CREDENTIALS)
+    if not is_at_work():
+        remove_quietly(CREDENTIALS + "-apt")  # an apt that outlives its controller still reads it, and removes it
     note_holder(descriptor, None)
     return 0
+
+
+def is_at_work():
+    """Return whether a command of some run holds the work lock."""
+    descriptor = os.open(WORK_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def wait_for_run_lock(args, descriptor):

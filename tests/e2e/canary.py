@@ -33,7 +33,7 @@ class Canaries:
             for text in {secret, quote(secret, safe="")}:
                 found[text.encode()] = name
                 for before in range(3):
-                    # In base64 a text looks in one of three ways, by where it begins; its ends depend on what is around.
+                    # In base64 a text has three looks, by where it begins; its ends depend on what is around.
                     coded = base64.b64encode(b"x" * before + text.encode())
                     found[coded[4 if before else 0 : -4]] = name
         return found

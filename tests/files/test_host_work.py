@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -417,11 +418,21 @@ def test_a_failure_leaves_the_journal_of_another_run_alone(host: Host, tmp_path:
     assert path.read_text() == "new"
 
 
-def test_credentials_go_with_their_controller(host: Host) -> None:
-    path = host.root / "run" / "credentials"
+@pytest.mark.parametrize("name", ["credentials", "credentials-apt"])
+def test_credentials_go_with_their_controller(host: Host, name: str) -> None:
+    path = host.root / "run" / name
     path.write_text("secret")
     host.holders[0].end()
     assert not path.exists()
+
+
+def test_an_apt_that_outlives_its_controller_keeps_its_login(host: Host) -> None:
+    path = host.root / "run" / "credentials-apt"
+    path.write_text("secret")
+    with (host.root / "run" / "work.lock").open("w") as work:
+        fcntl.flock(work, fcntl.LOCK_EX)
+        host.holders[0].end()
+    assert path.exists()
 
 
 def test_written_files_have_the_asked_mode_under_umask_077_and_leave_no_rest(host: Host, tmp_path: Path) -> None:
