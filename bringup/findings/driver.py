@@ -196,9 +196,9 @@ def build_tools(stack: Stack, state: HostState) -> Iterator[Finding]:
         if installed is None or not installed.has_headers:
             yield Finding(
                 code="BU-DRV-012",
-                severity="warning",
+                severity="info",
                 cause=f"the headers of kernel {release} are not installed; dkms builds no module for it without them",
-                remedy=f"install linux-headers-{release}",
+                remedy=f"apply installs linux-headers-{release} before the driver",
                 evidence={"wanted": f"linux-headers-{release}", "found": None},
             )
 
