@@ -94,7 +94,11 @@ def _signatures(directory: Path, manifest: Manifest, fingerprint: str | None) ->
     except OSError as error:
         yield Problem(str(error.filename).removeprefix(f"{directory}/"), f"cannot be read: {error.strerror}")
         return
-    found = fingerprint_of(key, source=manifest.key.file)
+    try:
+        found = fingerprint_of(key, source=manifest.key.file)
+    except InputError as error:
+        yield Problem(manifest.key.file, error.what)
+        return
     if found != wanted:
         yield Problem(manifest.key.file, f"wanted key {wanted}, found {found}")
     elif not is_signed(sums, signature, key=key, fingerprint=wanted):

@@ -138,7 +138,7 @@ class _Transfer:
         self._auth = auth
         self._seen = seen
         self._told = 0
-        self.start_over()
+        self._digest, self._length, self.sent = hashlib.sha256(), 0, 0
 
     def take_up(self) -> int:
         """Read what is there already and return its size in bytes; more than the whole file is nothing."""
@@ -203,7 +203,7 @@ class _Transfer:
             is_rest = response.status_code == httpx.codes.PARTIAL_CONTENT
             if self._length and not (is_rest and response.headers.get("content-range", "").startswith(wanted)):
                 self.start_over()  # the server knows no ranges and sends the whole file
-            yield from response.iter_bytes(_CHUNK_BYTES)
+            yield from response.iter_bytes()  # as they come: what is gathered into chunks is lost at a break
 
 
 @contextmanager
