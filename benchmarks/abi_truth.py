@@ -72,7 +72,7 @@ WHEELS_UNSEEN = (
     "fbgemm-gpu==1.4.0",
     "torchtext==0.18.0",
 )
-QUICK_TORCHES = ("2.9.1", "2.10.0")
+QUICK_TORCHES = ("2.9.1",)
 QUICK_WHEELS = (
     "sgl-kernel==0.3.21",
     "torchvision==0.23.0",
@@ -129,8 +129,8 @@ def main() -> int:
     parser.add_argument("cache", type=Path)
     parser.add_argument("--torch", nargs="+", default=TORCHES)
     parser.add_argument("--wheel", nargs="+", default=WHEELS_SEEN + WHEELS_UNSEEN)
-    parser.add_argument("--python", default="3.12")
-    parser.add_argument("--quick", action="store_true", help="two torches and five wheels")
+    parser.add_argument("--python", default=getattr(sys, "_base_executable", sys.executable))
+    parser.add_argument("--quick", action="store_true", help="one torch and five wheels")
     parser.add_argument("--keep", action="store_true", help="leave the environments in the cache")
     parser.add_argument("--markdown", type=Path, help="write the whole table to this file")
     options = parser.parse_args()
