@@ -18,7 +18,7 @@ from tests.lab.conftest import open_lab
 
 pytestmark = pytest.mark.lab
 
-RANGE = "10.92.5.0/24"
+RANGE = "10.92.13.0/24"
 HOST = "gpu-01"
 
 OPERATIONS = [
