@@ -17,6 +17,9 @@ CREATE, MOVED_TO, ATTRIB = 0x100, 0x80, 0x4
 descriptor, watched = libc.inotify_init1(0), {}
 seen = open("/var/lib/watch.jsonl", "a", buffering=1)
 
+def ours(path):
+    return (path + "/").startswith("/run/bringup/")
+
 def say(path):
     try:
         mode = os.lstat(path).st_mode
@@ -24,13 +27,13 @@ def say(path):
         mode = None
     kind = None if mode is None else stat.filemode(mode)[0]
     seen.write(json.dumps({"path": path, "kind": kind, "mode": mode and stat.S_IMODE(mode)}) + "\n")
-    if kind == "d" and path.startswith("/run/bringup"):
+    if kind == "d" and ours(path):
         watch(path)
 
 def watch(directory):
     watched[libc.inotify_add_watch(descriptor, directory.encode(), CREATE | MOVED_TO | ATTRIB)] = directory
     for name in os.listdir(directory):
-        if directory.startswith("/run/bringup"):
+        if ours(directory):
             say(os.path.join(directory, name))
 
 for directory in ("/tmp", "/var/tmp", "/dev/shm", "/run"):
@@ -100,7 +103,7 @@ def complaints(seen: list[Appeared]) -> Iterator[str]:
                 continue
             if not RANDOM.fullmatch(name):
                 yield f"{one.path} can be guessed"
-        elif not one.path.startswith("/run/bringup"):
+        elif not f"{one.path}/".startswith("/run/bringup/"):
             continue
         if one.path not in READABLE and one.mode is not None and one.kind in ("-", "d") and one.mode & 0o044:
             yield f"{one.path} can be read by others: {one.mode:o}"

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import host_case
@@ -18,7 +17,7 @@ from host_case import Answer, Change, put
 from bringup import paths, wanted
 
 INVENTORY = '''
-import json, os, re
+import json, re, time
 from pathlib import Path
 from pyinfra.connectors.fake import FakeConnector
 from bringup import facts
@@ -52,7 +51,8 @@ class Said(dict):
             told(self.name)
             return self.name != "refuse"
         if key == "stdout" and self.name == "probe":
-            return json.dumps(ANSWERS.pop(0) if len(ANSWERS) > 1 else ANSWERS[0])
+            answer = ANSWERS.pop(0) if len(ANSWERS) > 1 else ANSWERS[0]
+            return json.dumps(answer and {**answer, "time": {**answer["time"], "answered_s": time.time()}})
         return default
 
 class Holder:
@@ -85,11 +85,10 @@ STOPPED = put("services " + wanted.PERSISTENCE_UNIT, host_case.unit("inactive", 
 
 
 def answer(*changes: Change) -> Answer:
-    """Return the answer of a converged host as it is now, with changes."""
+    """Return the answer of a converged host with changes."""
     told = host_case.converged()
     launcher = hashlib.sha256((paths.files() / "run").read_bytes()).hexdigest()
     put(f"files {wanted.LAUNCHER_FILE} sha256", launcher)(told)
-    put("time answered_s", time.time())(told)
     for change in changes:
         change(told)
     return told
