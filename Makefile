@@ -8,7 +8,7 @@ VENV := .venv/bin
 TEST_CACHE := $(or $(BRINGUP_TEST_CACHE),/var/cache/bringup-tests)
 PYTEST := $(VENV)/python -m pytest
 
-.PHONY: up test test-quick test-lab test-bootstrap test-real check clean venv lock-dependencies
+.PHONY: up test test-quick test-lab test-bootstrap test-real test-crash test-fleet check clean venv lock-dependencies
 
 venv:
 	@$(PYTHON) bringup/bootstrap.py $(if $(SYSTEM),--system lab --system test)
@@ -30,11 +30,15 @@ test-quick: venv
 test: 
 	@$(PYTHON) bringup/bootstrap.py --system lab --system test
 	@$(MAKE) --no-print-directory check
-	@$(PYTEST) -m "not real" -q
+	@$(PYTEST) -m "not real and not crash and not fleet" -q
 
 test-real:
 	@$(PYTHON) bringup/bootstrap.py --system lab --system test
-	@$(PYTEST) -m "real" -q
+	@$(PYTEST) -m "real and not crash" -q
+
+test-crash test-fleet:
+	@$(PYTHON) bringup/bootstrap.py --system lab --system test
+	@$(PYTEST) -m "$(@:test-%=%) and not real" -q
 
 clean:
 	@if [ -x $(VENV)/bringup ]; then $(VENV)/bringup lab down --purge; fi

@@ -29,7 +29,7 @@ from tests.e2e.crash import Controller, Ended, Place, Point, Seen, Watcher
 from tests.e2e.rig import Rig
 from tests.lab.conftest import open_lab
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.lab, pytest.mark.crash, pytest.mark.timeout(3600)]
 
 RANGE = "10.92.5.0/24"
 SERVES, BARE, PULLED = "gpu-01", "gpu-02", "gpu-03"

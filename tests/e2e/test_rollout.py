@@ -22,7 +22,7 @@ from tests.e2e.conftest import lock_stacks
 from tests.e2e.rig import BRINGUP, Rig, must
 from tests.lab.conftest import open_lab
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.lab, pytest.mark.fleet, pytest.mark.timeout(900)]
 
 RANGE = "10.92.7.0/24"
 HOSTS = tuple(f"gpu-{at:02d}" for at in range(1, int(os.environ.get("BRINGUP_TEST_FLEET") or 4) + 1))
