@@ -62,9 +62,7 @@ class Index:
     is_down: bool = False
     asked: list[str] = field(default_factory=list)
 
-    def add(
-        self, name: str, version: str, files: Mapping[str, str] | None = None, **options: Any
-    ) -> dict[str, str]:
+    def add(self, name: str, version: str, files: Mapping[str, str] | None = None, **options: Any) -> dict[str, str]:
         """Offer a wheel and return its locked form."""
         content = files if files is not None else {f"{name.replace('-', '_')}.py": f"version = '{version}'\n"}
         file, data = wheel(name, version, content, **options)
