@@ -21,7 +21,8 @@ pytestmark = pytest.mark.lab
 
 HOST = "gpu-01"
 
-# A distribution that nothing imports: a set without it is another environment, so that one is really built.
+# A distribution that nothing imports: a set without it is another environment, so that one is really built. Cases
+# that shall build theirs leave out different ones.
 SPARE = "tabulate"
 
 BUILTINS = "/usr/local/cuda-13.0/targets/x86_64-linux/lib/libnvrtc-builtins.so.13.0"
@@ -123,7 +124,7 @@ def index_down(rig: Rig) -> Iterator[Attempt]:
 
 def verify_fails(rig: Rig) -> Iterator[Attempt]:
     """Require what this host cannot prove; the environment itself is fine and is built to its end."""
-    options = variant.write(rig.lab, rig.state, "unprovable", more='require = ["nccl"]\n', without=[SPARE])
+    options = variant.write(rig.lab, rig.state, "unprovable", more='require = ["nccl"]\n', without=["click"])
     yield Attempt(options)
 
 
@@ -207,6 +208,8 @@ def test_a_broken_set_is_refused_by_name_and_leaves_what_serves(verified: Rig, n
         assert verified.serving(HOST) == before
     assert (run.host(HOST).status, run.codes(HOST)) == ("refused", [case.code]), told(run)
     assert last_step(run) == (case.step, "failed")
+    if case.step == "verify":
+        assert {step.name: step.status for step in run.host(HOST).steps}["environment"] == "changed"
     (finding,) = [found for found in run.host(HOST).findings if found.severity == "error"]
     said = f"{finding.cause} {json.dumps(finding.evidence)}"
     assert [word for word in case.names if word not in said] == [], said
