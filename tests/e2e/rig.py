@@ -67,7 +67,7 @@ class Rig:
         }
 
     def command(
-        self, *words: str, inventory: Path = LAB_INVENTORY, as_json: bool = True, timeout_s: float = 600
+        self, *words: str, inventory: Path = LAB_INVENTORY, as_json: bool = True, timeout_s: float = 2400
     ) -> Run:
         """Run ``bringup WORD INVENTORY …``, with its events."""
         events = self.state / "events.jsonl"
