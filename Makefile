@@ -34,7 +34,7 @@ test:
 
 test-real:
 	@$(PYTHON) bringup/bootstrap.py --system lab --system test
-	@$(PYTEST) -m "real and not crash" -q
+	@$(PYTEST) -m "real and not crash" -q $(TESTS)
 
 test-crash test-fleet:
 	@$(PYTHON) bringup/bootstrap.py --system lab --system test
