@@ -144,6 +144,10 @@ make venv SYSTEM=1'
 """
 
 
+OURS = ("VIRTUAL_ENV", "PYTEST", "MAKE", "MFLAGS")
+"""What the run of these tests leaves in the environment, and a user's shell does not have."""
+
+
 @pytest.mark.bootstrap
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("codename", ["bookworm", "trixie"])
@@ -156,7 +160,7 @@ def test_a_bare_root_is_made_ready_and_a_second_run_does_nothing(codename: str, 
     done = subprocess.run(
         ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", ENTER],
         env={
-            **{key: value for key, value in os.environ.items() if not key.startswith(("VIRTUAL_ENV", "PYTEST"))},
+            **{key: value for key, value in os.environ.items() if not key.startswith(OURS)},
             "BASE": str(bare_root(codename)), "WORK": str(work), "CHECKOUT": str(paths.root()),
             "SHARED": " ".join(shared), "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": "/root",

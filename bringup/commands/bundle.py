@@ -57,7 +57,12 @@ def bundle(
     lock: options.LockFile = None,
     apt_url: Annotated[
         str | None,
-        typer.Option("--apt-url", help="Address above the releases' apt repositories. Default: NVIDIA's."),
+        typer.Option(
+            "--apt-url",
+            envvar="BRINGUP_APT_URL",
+            help="Address above the releases' apt repositories; one with a password belongs into the variable. "
+            "Default: NVIDIA's.",
+        ),
     ] = None,
     apt_key: Annotated[
         Path | None,
@@ -78,7 +83,7 @@ def bundle(
     Each file crosses the network once: what DIR holds with the locked hash stays, an interrupted file is gone on
     with. Exit status: 0 done, or whole; 1 --verify found something that is not; 2 it could not be done.
     """
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     if output is None:
         raise InputError("no directory is named", hint="bringup bundle STACK -o DIR")
     if verify:
@@ -92,6 +97,8 @@ def bundle(
     order = _order(stack, lock, record, platform, release, only)
     before = read_manifest(output)
     name = key or (before.key.fingerprint if before and before.key else None)
+    if before and not json:
+        console.print(f"looking at what {output} holds", soft_wrap=True)
     with ExitStack() as opened:
         watcher = opened.enter_context(_Bar(console, quiet=json and not console.is_terminal))
         written = write_bundle(
@@ -184,7 +191,7 @@ class _Bar:
         if self._task is not None:
             self._bar.update(self._task, description=name)
         if not self._quiet and not self._console.is_terminal:
-            self._console.print(name, soft_wrap=True, markup=False)
+            self._console.print(name, soft_wrap=True)
 
     def seen(self, size_bytes: int) -> None:
         """Move the bar."""
@@ -264,7 +271,7 @@ def _verify(directory: Path, stack: str | None, key: str | None, *, json: bool) 
             print(f"{problem.path}: {problem.what}")
         signed = f"signed by {checked.key_fingerprint}" if checked.key_fingerprint else "not signed"
         said = f"{len(checked.problems)} problems" if checked.problems else "whole"
-        Console(stderr=True, highlight=False).print(
+        Console(stderr=True, highlight=False, markup=False).print(
             f"{directory}: {said}: {checked.files} files, {checked.size_bytes / 1e9:.2f} GB, {signed}; "
             f"stacks {', '.join(checked.manifest.stacks)}",
             soft_wrap=True,

@@ -58,7 +58,12 @@ def lock(
     ] = None,
     apt_url: Annotated[
         str | None,
-        typer.Option("--apt-url", help="Address above the releases' apt repositories. Default: NVIDIA's."),
+        typer.Option(
+            "--apt-url",
+            envvar="BRINGUP_APT_URL",
+            help="Address above the releases' apt repositories; one with a password belongs into the variable. "
+            "Default: NVIDIA's.",
+        ),
     ] = None,
     apt_key: Annotated[
         Path | None,

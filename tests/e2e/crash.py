@@ -150,7 +150,7 @@ class Controller:
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         """Yield events as they are told, until the run is over."""
         assert self._process.stdout is not None
-        for line in self._process.stdout:
+        while not self._process.stdout.closed and (line := self._process.stdout.readline()):
             self.events.append(json.loads(line))
             yield self.events[-1]
 
@@ -178,6 +178,8 @@ class Controller:
         """Return what the run came to, once it is over."""
         for _ in self:
             pass
+        assert self._process.stdout is not None
+        self._process.stdout.close()
         status = self._process.wait()
         return Ended(status, tuple(self.events), self._said.read_text())
 

@@ -6,6 +6,9 @@ Asked with whole addresses, it is its own HTTP proxy.
 from __future__ import annotations
 
 import base64
+import shutil
+import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -100,3 +103,22 @@ def serving(
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def keyring() -> Iterator[Path]:
+    """Make a gpg home of its own, and end its agent afterwards; the agent's socket needs a short path."""
+    home = Path(tempfile.mkdtemp(prefix="bringup-gpg-", dir="/tmp"))
+    try:
+        yield home
+    finally:
+        subprocess.run(["gpgconf", "--homedir", str(home), "--kill", "all"], capture_output=True, check=False)
+        shutil.rmtree(home)
+
+
+def signing_key(home: Path, name: str) -> str:
+    """Make a signing key and return its fingerprint."""
+    gpg = ["gpg", "--homedir", str(home), "--batch", "--quiet", "--passphrase", "", "--pinentry-mode", "loopback"]
+    subprocess.run([*gpg, "--quick-gen-key", f"{name}@example.invalid", "ed25519", "sign", "never"], check=True)
+    listed = subprocess.run([*gpg, "--with-colons", "--list-keys", name], capture_output=True, text=True, check=True)
+    return next(line.split(":")[9] for line in listed.stdout.splitlines() if line.startswith("fpr:"))

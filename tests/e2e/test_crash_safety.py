@@ -40,7 +40,7 @@ CHAIN = 5
 INSTANTS = 20
 """At how many moments inside the build the controller is killed."""
 
-PULLED_S = 38.0
+PULLED_S = 36.0
 """Beyond the 30 s of silence after which a host gives up its run, and the controller its connection."""
 
 BLIP_S = 8.0
@@ -103,7 +103,7 @@ class Campaign:
     parts: int
     seed: str
     bare: Ended
-    watcher: Watcher | None = None
+    watchers: dict[str, Watcher] = field(default_factory=dict)
     pools: dict[str, ThreadPoolExecutor] = field(
         default_factory=lambda: {host: ThreadPoolExecutor(1) for host in (SERVES, BARE, PULLED)}
     )
@@ -128,6 +128,11 @@ class Campaign:
         """Return what came of something, waiting for it; what it failed with is raised here."""
         found: T = self.futures[work].result()
         return found
+
+    def wait_for(self, *works: Callable[[Campaign], Any]) -> None:
+        """Wait until things are done, well or not."""
+        for work in works:
+            self.futures[work].exception()
 
     def end(self) -> None:
         """Begin nothing more, and wait for what is under way."""
@@ -161,17 +166,11 @@ def switch(campaign: Campaign) -> Switched:
     """Serve, be watched, and change to another environment: the run whose points and steps are taken."""
     rig = campaign.rig("switch")
     crash.serve(rig, SERVES)
-    campaign.watcher = Watcher(campaign.lab, SERVES, every_s=0.1)
+    campaign.watchers[SERVES] = Watcher(campaign.lab, SERVES, every_s=0.1)
     before = rig.sessions(SERVES)
     ended = crash.apply(rig, [SERVES], next(crash.stacks(rig, first=1)))
     ended.must_be_verified(SERVES)
     return Switched(ended, rig.sessions(SERVES) - before)
-
-
-def stop_watching(campaign: Campaign) -> Seen:
-    """Return what was seen on the serving host from the first run to the last."""
-    assert campaign.watcher is not None, "nothing was watched"
-    return campaign.watcher.stop()
 
 
 def verified(rig: Rig, host: str, ended: Ended, killed: Killed) -> None:
@@ -239,6 +238,8 @@ def kill_while_serving(campaign: Campaign) -> Killed:
 def kill_inside_the_build(campaign: Campaign) -> Killed:
     """Kill controllers at moments between the first and the last command of a build."""
     rig, started, killed = campaign.rig("instants"), time.monotonic(), Killed()
+    crash.serve(rig, BARE)
+    campaign.watchers[BARE] = Watcher(campaign.lab, BARE, every_s=0.1)
     rng, build_s = random.Random(f"{campaign.seed} instants"), campaign.result(switch).build_s
     instants = sorted(rng.random() for _ in range(INSTANTS))
     stacks = crash.stacks(rig, first=200)
@@ -253,11 +254,11 @@ def kill_inside_the_build(campaign: Campaign) -> Killed:
                 if not is_inside:
                     build_s = at_s  # it was faster than we thought: once more, in another build
                 if not is_inside or in_a_row == CHAIN:
-                    verified(rig, SERVES, crash.apply(rig, [SERVES], options), killed)
+                    verified(rig, BARE, crash.apply(rig, [BARE], options), killed)
                     killed.runs += 1
                     options, in_a_row = next(stacks), 0
             killed.points.append(at_s)
-        verified(rig, SERVES, crash.apply(rig, [SERVES], options), killed)
+        verified(rig, BARE, crash.apply(rig, [BARE], options), killed)
         killed.runs += 1
     killed.seconds = time.monotonic() - started
     return killed
@@ -265,7 +266,7 @@ def kill_inside_the_build(campaign: Campaign) -> Killed:
 
 def kill_at(rig: Rig, options: Sequence[str], instant_s: float) -> tuple[float, bool]:
     """Kill a controller so long after its build began; return (when that was, whether the build still went on)."""
-    controller, began, is_inside = Controller(rig, [SERVES], options), 0.0, True
+    controller, began, is_inside = Controller(rig, [BARE], options), 0.0, True
     timer = threading.Timer(instant_s, controller.strike)
     for event in controller:
         if event["event"] == "step_started" and event["step"] == "environment":
@@ -285,14 +286,14 @@ def kill_engine_alone(campaign: Campaign) -> Killed:
     """Kill the engine and not its worker, which must end by itself."""
     rig, started, killed = campaign.rig("engine"), time.monotonic(), Killed()
     options = next(crash.stacks(rig, first=300))
-    controller, place = Controller(rig, [SERVES], options), Place()
+    controller, place = Controller(rig, [BARE], options), Place()
     for event in controller:
         point = place.add(event)
         if point is not None and point.label.startswith("do environment-4"):
             controller.kill(engine_only=True)
             killed.points.append(point)
             break
-    verified(rig, SERVES, crash.apply(rig, [SERVES], options), killed)
+    verified(rig, BARE, crash.apply(rig, [BARE], options), killed)
     killed.runs, killed.seconds = 2, time.monotonic() - started
     return killed
 
@@ -348,6 +349,7 @@ class Resumed:
 def resume(campaign: Campaign) -> Resumed:
     """Pull one host's cable while its build is at work, and let it go on when the cable is back."""
     lab, rig = campaign.lab, campaign.rig("resumed")
+    campaign.wait_for(pull_at_every_step)
     watcher = Watcher(lab, PULLED, every_s=0.5)
     controller = Controller(rig, [BARE, PULLED], next(crash.stacks(rig, first=500)))
     stopped = 0
@@ -387,9 +389,10 @@ def campaign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         bare.must_be_verified(SERVES, PULLED)
         made = Campaign(lab, directory, request.param, seed(), bare)
         show(request, f"crash points: one in {made.parts}, chosen by {made.seed}")
-        for work in (switch, kill_while_serving, kill_inside_the_build, kill_engine_alone, stop_watching):
+        for work in (switch, kill_while_serving):
             made.begin(SERVES, work)
-        made.begin(BARE, kill_from_bare)
+        for work in (kill_from_bare, kill_inside_the_build, kill_engine_alone, resume):
+            made.begin(BARE, work)
         made.begin(PULLED, pull_at_every_step)
         yield made
     finally:
@@ -434,8 +437,6 @@ def test_apply_ends_verified_after_the_network_was_pulled(request: pytest.Fixtur
 
 
 def test_a_run_comes_back_to_what_outlived_its_connection(request: pytest.FixtureRequest, campaign: Campaign) -> None:
-    campaign.futures[pull_at_every_step].exception()
-    campaign.begin(BARE, resume)
     resumed = campaign.result(resume)
     resumed.ended.must_be_verified(BARE, PULLED)
     sent = [
@@ -452,13 +453,15 @@ def test_a_run_comes_back_to_what_outlived_its_connection(request: pytest.Fixtur
     assert resumed.seen.failures == []
 
 
+@pytest.mark.parametrize("host", [SERVES, BARE])
 def test_imports_through_current_never_failed_and_no_two_builders_met(
-    request: pytest.FixtureRequest, campaign: Campaign
+    request: pytest.FixtureRequest, campaign: Campaign, host: str
 ) -> None:
-    seen = campaign.result(stop_watching)
+    campaign.wait_for(kill_while_serving, resume)
+    seen = campaign.watchers[host].stop()
     show(
         request,
-        f"{seen.imports} imports ({seen.fresh} fresh), longest gap {seen.longest_gap_s} s, builds {seen.builds}",
+        f"{host}: {seen.imports} imports ({seen.fresh} fresh), longest gap {seen.longest_gap_s} s, {seen.builds}",
     )
     assert seen.failures == []
     assert seen.clashes == []
@@ -468,16 +471,15 @@ def test_imports_through_current_never_failed_and_no_two_builders_met(
 
 
 def test_the_watcher_sees_two_builders_and_a_failed_import(campaign: Campaign) -> None:
-    campaign.futures[stop_watching].exception()
-    lab = campaign.lab
-    watcher = Watcher(lab, SERVES, every_s=0.1)
+    campaign.wait_for(resume)
+    watcher = Watcher(campaign.lab, PULLED, every_s=0.1)
     script = """
     cd /run/bringup; printf 'import time; time.sleep(1)' > host_env-0.py; printf '{"env": "/x"}' > order-0.json
-    python3 /run/bringup/host_env-0.py install order-0.json & python3 /run/bringup/host_env-0.py create order-0.json
+    for action in install create; do python3 $PWD/host_env-0.py $action $PWD/order-0.json & done
     wait; rm host_env-0.py order-0.json
     mv -T /opt/bringup/current /opt/bringup/aside; sleep 0.5; mv -T /opt/bringup/aside /opt/bringup/current
     """
-    assert lab.inside(SERVES, ["sh", "-c", script]).returncode == 0
+    assert campaign.lab.inside(PULLED, ["sh", "-c", script]).returncode == 0
     seen = watcher.stop()
     assert sorted(seen.clashes[0]["builders"].values()) == ["/x", "/x"]
     assert seen.failures

@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from bringup.locking import lock_for_lab
 from bringup.stack import LockedFile
 from tests.e2e import variant
 from tests.e2e.rig import Rig, argv, must
-from tests.e2e.site import Site, serving
+from tests.e2e.site import Site, keyring, serving, signing_key
 from tests.lab.conftest import open_lab
 
 pytestmark = pytest.mark.lab
@@ -88,12 +89,10 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offline]:
     if os.geteuid() != 0:
         pytest.skip("lab hosts need root")
     work = tmp_path_factory.mktemp("offline")
-    # The agent's socket needs a short path.
-    gnupg = Path(f"/tmp/bringup-offline-{os.getpid()}")
-    gnupg.mkdir(mode=0o700)
     lab = open_lab("offline", RANGE)
-    lab.down()
-    try:
+    with ExitStack() as ending:
+        lab.down()
+        ending.callback(lab.down)
         lab.up(1)
         record = lab.record()
         lock_for_lab(
@@ -103,24 +102,13 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offline]:
             key_file=Path(record.apt_key_file),
             key_fingerprint=record.apt_key_fingerprint,
         )
+        gnupg = ending.enter_context(keyring())
         directory = work / "bundle"
         directory.mkdir()
-        with serving(directory, str(lab.addresses.controller)) as site:
-            made = Offline(Rig(lab, work), directory, gnupg, signing_key(gnupg, "site"), site)
-            made.bundled = made.bundle("lab", "--lab", str(lab.layout.state_dir), "--key", made.key)
-            yield made
-    finally:
-        lab.down()
-        subprocess.run(["gpgconf", "--homedir", str(gnupg), "--kill", "all"], capture_output=True, check=False)
-        subprocess.run(["rm", "-rf", str(gnupg)], check=True)
-
-
-def signing_key(gnupg: Path, name: str) -> str:
-    """Make a signing key and return its fingerprint."""
-    gpg = ["gpg", "--homedir", str(gnupg), "--batch", "--passphrase", "", "--pinentry-mode", "loopback"]
-    subprocess.run([*gpg, "--quick-gen-key", f"{name}@example.invalid", "ed25519", "sign", "never"], check=True)
-    listed = subprocess.run([*gpg, "--with-colons", "--list-keys", name], capture_output=True, text=True, check=True)
-    return next(line.split(":")[9] for line in listed.stdout.splitlines() if line.startswith("fpr:"))
+        site = ending.enter_context(serving(directory, str(lab.addresses.controller)))
+        made = Offline(Rig(lab, work), directory, gnupg, signing_key(gnupg, "site"), site)
+        made.bundled = made.bundle("lab", "--lab", str(lab.layout.state_dir), "--key", made.key)
+        yield made
 
 
 def test_bundle_holds_everything_once_and_is_not_made_twice(offline: Offline) -> None:

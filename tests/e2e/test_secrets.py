@@ -24,13 +24,14 @@ from tests import postgresql_server
 from tests.e2e import variant
 from tests.e2e.canary import Canaries, Watch, watching
 from tests.e2e.rig import BRINGUP
-from tests.e2e.site import Site, serving
+from tests.e2e.site import Site, keyring, serving, signing_key
 from tests.lab.conftest import open_lab
 
 pytestmark = pytest.mark.lab
 
 RANGE = "10.92.9.0/24"
 HOST = "gpu-01"
+KEY = "keys/bringup-lab.gpg"
 
 INVENTORY = """
 from bringup.lab.record import inventory
@@ -70,6 +71,7 @@ class Guarded:
     work: Path
     canaries: Canaries
     site: Site
+    gnupg: Path
     environment: dict[str, str]
     said: dict[str, bytes] = field(default_factory=dict)
     statuses: dict[str, int] = field(default_factory=dict)
@@ -121,7 +123,7 @@ def inventory(guarded: Guarded, name: str, **more: str) -> str:
         "bringup_lock": str(guarded.inputs / "secrets.lock.toml"),
         "bringup_reboot": "allowed",
         "bringup_apt_url": f"http://apt:{quote(planted['apt mirror'], safe='')}@{server}/apt/debian12/x86_64/",
-        "bringup_apt_key": str(guarded.lab.layout.mirror / "keys/bringup-lab.gpg"),
+        "bringup_apt_key": str(guarded.lab.layout.mirror / KEY),
         "bringup_indexes": {"flashinfer": flashinfer},
         "bringup_proxy": f"http://proxy:{planted['proxy']}@{server}",
         "bringup_drain": DRAIN.format(),
@@ -174,7 +176,11 @@ def scenario(guarded: Guarded) -> None:
     run("verify", "verify", hosts, "--json", "--events", f"{events}-verify")
     mistaken = inventory(guarded, "mistaken", bringup_token=planted["unknown key"])
     run("plan of an inventory with a mistake", "plan", mistaken, "-vv")
-    run("bundle", "bundle", str(guarded.inputs / "secrets.toml"), "-o", str(guarded.out / "bundle"), "--only", "wheels")
+    server = guarded.site.url.removeprefix("http://")
+    mirror = f"http://apt:{quote(planted['apt mirror'], safe='')}@{server}/apt"
+    words = ["--key", signing_key(guarded.gnupg, "site"), "--apt-key", str(guarded.lab.layout.mirror / KEY)]
+    stack_file, directory = str(guarded.inputs / "secrets.toml"), str(guarded.out / "bundle")
+    run("bundle", "bundle", stack_file, "-o", directory, *words, BRINGUP_APT_URL=mirror, GNUPGHOME=str(guarded.gnupg))
     runs = json.loads(run("history", "history", "--json"))["runs"]
     reports = [f"--{kind}={guarded.out / kind}" for kind in ("html", "junit", "prometheus")]
     refused = [kept["id"] for kept in runs if kept["exit_code"] == 1]
@@ -240,7 +246,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
             "HOOK_TOKEN": canaries.by_name["environment of the hook"],
             "HTTPS_PROXY": f"http://me:{canaries.by_name['proxy of the controller']}@127.0.0.1:9",
         }
-        made = Guarded(lab, work, canaries, site, environment, database=database)
+        gnupg = ending.enter_context(keyring())
+        made = Guarded(lab, work, canaries, site, gnupg, environment, database=database)
         (made.inputs / "login").write_text(logins["/wheels/sglang-cu130/"])
         (made.inputs / "login").chmod(0o600)
         stack(made)

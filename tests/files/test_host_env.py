@@ -146,6 +146,13 @@ def test_a_failing_step_is_a_report_and_leaves_no_marker(bench: Bench, spoil: st
     assert not (Path(order["env"]) / ".bringup-env.json").exists()
 
 
+def test_a_wheel_that_came_after_the_page_was_read_is_found(bench: Bench) -> None:
+    # uv takes the page out of its cache for ten minutes, and would not find the second wheel on it.
+    bench.build(bench.order({"a": [bench.index.add("one", "1")]}))
+    bench.build(bench.order({"a": [bench.index.add("one", "2")]}, generation=2))
+    assert next(entry for entry in bench.log["actions"] if entry["action"] == "install")["added"] == {"one": "2"}
+
+
 def test_credentials_reach_the_index_and_leave_nothing_behind(bench: Bench) -> None:
     bench.index.login = ("robot", "s3cret-word")
     order = bench.order({"a": [bench.index.add("one", "1")]})

@@ -142,8 +142,11 @@ def test_a_process_is_known_by_id_and_start() -> None:
 
 def test_a_process_is_found_by_its_arguments() -> None:
     mark = "bringup test: found by whole arguments"
-    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", mark], stdin=subprocess.PIPE)
+    waits = "import sys; print(flush=True); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", waits, mark], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        assert child.stdout is not None
+        child.stdout.readline()  # the kernel shows the arguments only a moment after the program was started
         assert process.with_arguments(mark, "-c") == {child.pid}
         assert process.with_arguments(mark[:-1]) == set()
         assert child.pid in process.mentioning(mark[:-1])
