@@ -5,7 +5,7 @@ Usage:
   stack_check.py [--python PATH] [--import MODULE]... [--soname SONAME]... [--distribution NAME]...
                  [--nvrtc TOOLKIT=SONAME-OR-PATH]... [--capability X.Y]... [--sections NAME,...]
                  [--login-user NAME] [--no-login] [--library-directory DIR] [--jit-cache NAME=DIR]...
-                 [--wait-fabric S] [--jobs N] [--timeout S] [--output FILE]
+                 [--wait-fabric S] [--unit NAME]... [--jobs N] [--timeout S] [--output FILE]
 
   --python             interpreter of the environment to look at (default: the one that runs this script).
   --import             import this module in a fresh process, under an empty and under a login environment.
@@ -20,6 +20,7 @@ Usage:
                        libcuda on a host without a driver.
   --jit-cache          directories of compiled kernels to look into, e.g. flashinfer=/var/cache/...
   --wait-fabric        wait up to this many seconds for every GPU's fabric to leave "In Progress" (0).
+  --unit               say how much memory this systemd unit may lock; may be repeated.
   --timeout            seconds for each child process (60).
   --output             the document is also written here, atomically, with mode 0644.
 
@@ -908,7 +909,65 @@ def short_bus_id(text):
     return "{}:{}".format(domain[-4:].rjust(4, "0"), rest)
 
 
-def look_host():
+RDMA_DEVICES = "/sys/class/infiniband"
+
+
+def look_rdma(root=None):
+    """Return the ports of RDMA devices (InfiniBand, RoCE) with their state as the kernel words it."""
+    found = []
+    for path in sorted(glob.glob(os.path.join(root or RDMA_DEVICES, "*", "ports", "*"))):
+        found.append(
+            {
+                "device": path.split("/")[-3],
+                "port": int(os.path.basename(path)),
+                "state": (read_text(os.path.join(path, "state")) or "").partition(":")[2].strip() or None,
+                "link_layer": read_text(os.path.join(path, "link_layer")),
+                "rate": read_text(os.path.join(path, "rate")),
+            }
+        )
+    return found
+
+
+def limit_bytes(text):
+    """Return a limit as systemctl or prlimit prints it, in bytes; None: unlimited."""
+    if text.strip() in ("infinity", "unlimited", str((1 << 64) - 1)):
+        return None
+    return int(text)
+
+
+def login_memlock(user):
+    """Return how much memory a login of this user may lock in bytes, PAM's limits included; None: unlimited."""
+    if os.geteuid() or not shutil.which("su"):
+        raise OSError("only root can ask for another login")
+    text = run_command(["su", "-l", "-s", "/bin/sh", user, "-c", "grep '^Max locked memory' /proc/self/limits"])
+    return limit_bytes(text.split()[-3])
+
+
+def look_memlock(user, units):
+    """Return how much memory a process may lock, by where it starts: a login, systemd's default, each unit.
+
+    A unit that does not exist is left out. ``login`` None or a unit's None: unlimited.
+    """
+
+    def shown(prefix, unit=None):
+        text = run_command(["systemctl", "show", "--property={},LoadState".format(prefix), *([unit] if unit else [])])
+        return dict(line.partition("=")[::2] for line in text.splitlines() if "=" in line)
+
+    def of_unit(unit):
+        return limit_bytes(shown("LimitMEMLOCK", unit)["LimitMEMLOCK"])
+
+    has_systemd = os.path.isdir("/run/systemd/system")
+    present = [unit for unit in units if has_systemd and shown("LimitMEMLOCK", unit).get("LoadState") == "loaded"]
+    return {
+        "login": guarded(login_memlock, user),
+        "systemd": guarded(lambda: limit_bytes(shown("DefaultLimitMEMLOCK")["DefaultLimitMEMLOCK"]))
+        if has_systemd
+        else {"error": "there is no systemd"},
+        "units": {unit: guarded(of_unit, unit) for unit in present},
+    }
+
+
+def look_host(user="root", units=()):
     """Return what of the host decides whether GPUs can reach each other and NCCL can start."""
     shm = os.statvfs("/dev/shm")
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -922,10 +981,19 @@ def look_host():
         "shm_free_bytes": shm.f_frsize * shm.f_bavail,
         "shm_nccl_files": stale,
         "memlock_bytes": None if memlock[0] == resource.RLIM_INFINITY else memlock[0],
+        "memlock": guarded(look_memlock, user, units),
+        "rdma": guarded(look_rdma),
         "kernel_command_line": read_text("/proc/cmdline"),
         "iommu_units": sorted(os.listdir("/sys/class/iommu")) if os.path.isdir("/sys/class/iommu") else [],
         "numa_nodes": len(glob.glob("/sys/devices/system/node/node[0-9]*")),
+        "allowed_cpus": allowed_cpus(read_text("/proc/self/status") or ""),
     }
+
+
+def allowed_cpus(status):
+    """Return the processors a process may run on, as the kernel writes the list; None: it does not say."""
+    match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status, re.M)
+    return match.group(1) if match else None
 
 
 def look_units(names):
@@ -955,7 +1023,7 @@ FABRIC_UNITS = [
 ]
 
 
-def gather_health(wait_fabric_s=0.0):
+def gather_health(wait_fabric_s=0.0, user="root", units=()):
     """Return the health of GPUs, links and host as nvidia-smi, sysfs and the kernel log tell it.
 
     This is what must be looked at just before anything is timed. With ``wait_fabric_s`` it waits for fabrics
@@ -994,7 +1062,7 @@ def gather_health(wait_fabric_s=0.0):
         gpus=gpus,
         fabric_waited_s=waited,
         pci=guarded(look_pci, bus_ids),
-        host=guarded(look_host),
+        host=guarded(look_host, user, units),
         pci_nvidia_devices=guarded(count_pci_gpus),
     )
     return found
@@ -1061,8 +1129,8 @@ class Check:
     def run(self):
         """Look at every section asked for."""
         options, wanted = self.options, self.options.sections
+        user = options.login_user or pwd.getpwuid(os.geteuid()).pw_name
         if not options.no_login:
-            user = options.login_user or pwd.getpwuid(os.geteuid()).pw_name
             self.document["login_user"] = user
             try:
                 self.login = login_environment(user)
@@ -1078,7 +1146,7 @@ class Check:
                 argument = {"distributions": options.distribution}
                 futures["versions"] = submit("versions", self.plain, options.python, "versions", argument)
             if "health" in wanted:
-                futures["health"] = submit("health", gather_health, options.wait_fabric)
+                futures["health"] = submit("health", gather_health, options.wait_fabric, user, options.unit)
             if "gpus" in wanted or ("nvrtc" in wanted and not options.capability):
                 self.document["gpus"] = self.plain(sys.executable, "gpus", {})
             if "nvrtc" in wanted or "gpus" in wanted:
@@ -1268,6 +1336,7 @@ def parser():
     line.add_argument("--library-directory", default=None)
     line.add_argument("--jit-cache", action="append", type=pair, default=[])
     line.add_argument("--wait-fabric", type=float, default=0.0)
+    line.add_argument("--unit", action="append", default=[])
     line.add_argument("--jobs", type=int, default=max(2, min(8, (os.cpu_count() or 2) // 2)))
     line.add_argument("--timeout", type=float, default=60.0)
     line.add_argument("--output", default=None)

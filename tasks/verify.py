@@ -402,6 +402,7 @@ def stack_check_arguments(context: Context, proved: Target) -> list[str]:
     if "gpu" not in state.simulated:
         sections += ["gpus", "health"]
         arguments += ["--wait-fabric", str(FABRIC_WAIT_S)]
+        arguments += [part for unit in stack.service.restart for part in ("--unit", unit)]
     return [*arguments, "--sections", ",".join(sections)]
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from bringup import paths
 from bringup.bench import Figure, Key, Runs, Table, busbw_gb_per_s, deviation, figures, judge, parse
-from bringup.bench.cause import cpu_set
 from bringup.bench.verdict import key_of
+from bringup.cpu_list import cpus
 from bringup.errors import HostError, InputError
 from bringup.finding import Finding
 
@@ -539,7 +539,7 @@ def test_a_table_that_cannot_be_used_names_the_place(text: str, why: str) -> Non
     [("0-3,8", {0, 1, 2, 3, 8}), ("5", {5}), ("", set()), ("64-65, 70", {64, 65, 70})],
 )
 def test_processor_lists(text: str, expected: set[int]) -> None:
-    assert cpu_set(text) == expected
+    assert cpus(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from bringup.bench.limits import (
     expected_multicast,
     should_have_p2p,
 )
+from bringup.cpu_list import cpus
 from bringup.finding import Finding
 
 Name = Literal[
@@ -449,7 +450,7 @@ def wrong_numa(scene: Scene) -> Iterator[Cause]:
     for gpu in scene.document.system.gpus:
         if not gpu.local_cpus or not gpu.cpu_affinity or gpu.numa_node in (None, -1):
             continue
-        if not cpu_set(gpu.local_cpus) & cpu_set(gpu.cpu_affinity):
+        if not cpus(gpu.local_cpus) & cpus(gpu.cpu_affinity):
             yield Cause(
                 "wrong_numa",
                 f"{gpu.label} is driven from processors {gpu.cpu_affinity}, its own are {gpu.local_cpus}",
@@ -457,16 +458,6 @@ def wrong_numa(scene: Scene) -> Iterator[Cause]:
                 "look for numactl, taskset or a cgroup that pins the service",
                 "a run pinned to the GPU's own processors",
             )
-
-
-def cpu_set(text: str) -> frozenset[int]:
-    """Return the numbers in a list as the kernel writes it, such as ``0-3,8``."""
-    numbers: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if first.isdigit():
-            numbers.update(range(int(first), int(last or first) + 1))
-    return frozenset(numbers)
 
 
 SLOW: Sequence[Detector] = (

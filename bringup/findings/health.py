@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from bringup import paths
+from bringup.cpu_list import cpus
 from bringup.errors import HostError
 from bringup.finding import Finding, Severity
 from bringup.host_state import Unknown
@@ -121,22 +122,52 @@ class Bridge(_Model):
 
 
 class PciPlace(_Model):
-    """Where a GPU sits on the bus."""
+    """Where a GPU sits on the bus. ``numa_node`` -1 or None, ``local_cpus`` None: the platform does not tell."""
 
     pci_bus_id: str
     numa_node: int | None = None
+    local_cpus: str | None = None
     bridges: tuple[Bridge, ...] = ()
     aer: Mapping[str, int | None] = Field(default_factory=dict)
 
 
+class Memlock(_Model):
+    """How many bytes a process may lock in memory, by where it starts. None: without limit."""
+
+    login: Annotated[int | Unknown | None, Maybe]
+    systemd: Annotated[int | Unknown | None, Maybe]
+    units: Mapping[str, Annotated[int | Unknown | None, Maybe]] = Field(default_factory=dict)
+
+
+class RdmaPort(_Model):
+    """A port of an RDMA device; ``state`` and ``link_layer`` as the kernel words them (ACTIVE, InfiniBand)."""
+
+    device: str
+    port: int
+    state: str | None = None
+    link_layer: str | None = None
+    rate: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Return how NCCL and the kernel call this port."""
+        return f"{self.device}:{self.port}"
+
+
 class Host(_Model):
-    """What of the host matters to GPUs that talk to each other. ``memlock_bytes`` None: unlimited."""
+    """What of the host matters to GPUs that talk to each other.
+
+    ``memlock`` and ``rdma`` None: an older script did not look. ``allowed_cpus`` None: the kernel did not say.
+    """
 
     uptime_s: float
     shm_bytes: int
     shm_free_bytes: int
     shm_nccl_files: int = 0
-    memlock_bytes: int | None = None
+    memlock: Annotated[Memlock | Unknown | None, Maybe] = None
+    rdma: Annotated[tuple[RdmaPort, ...] | Unknown | None, Maybe] = None
+    numa_nodes: int = 1
+    allowed_cpus: str | None = None
     kernel_command_line: str | None = None
     iommu_units: tuple[str, ...] = ()
 
@@ -241,6 +272,8 @@ def findings(
         *peers(health, nvlinks, is_p2p_wanted),
         *redirection(health, nvlinks, is_p2p_wanted),
         *host(health),
+        *locked_memory(health),
+        *numa(health),
         *(suspicious(settings) if settings else ()),
     ]
     order = {"error": 0, "warning": 1, "info": 2}
@@ -569,25 +602,111 @@ def host(health: Health) -> Iterator[Finding]:
         )
 
 
+def rdma_ports(health: Health) -> tuple[RdmaPort, ...]:
+    """Return the ports of RDMA devices; none where nobody could look."""
+    found = None if isinstance(health.host, Unknown) else health.host.rdma
+    return () if found is None or isinstance(found, Unknown) else found
+
+
+def locked_memory(health: Health) -> Iterator[Finding]:
+    """Judge how much memory processes may lock: NCCL locks every buffer that an RDMA device reads or writes.
+
+    A unit's own limit counts for it; systemd's default stands for services when no unit is known.
+    """
+    if isinstance(health.host, Unknown):
+        return
+    for name in ("memlock", "rdma"):
+        value = getattr(health.host, name)
+        if isinstance(value, Unknown):
+            yield _finding(
+                "BU-VFY-300",
+                "warning",
+                f"host.{name} could not be looked at: {value.error}",
+                "look at /proc/self/limits, systemctl show and /sys/class/infiniband on that host",
+                part=f"host.{name}",
+            )
+    memlock = health.host.memlock
+    if memlock is None or isinstance(memlock, Unknown):
+        return
+    services = dict(memlock.units) or {"services (systemd's default)": memlock.systemd}
+    places = {"a login": memlock.login, **services}
+    limited = {name: size for name, size in places.items() if isinstance(size, int)}
+    if not limited:
+        return
+    devices = sorted({port.device for port in rdma_ports(health)})
+    listed = ", ".join(f"{name} {size >> 10} KiB" for name, size in limited.items())
+    effect = f"NCCL cannot register larger buffers with {', '.join(devices)}" if devices else "no RDMA device is here"
+    yield _finding(
+        "BU-VFY-332",
+        "warning" if devices else "info",
+        f"memory that may be locked is limited: {listed}; {effect}",
+        "set LimitMEMLOCK=infinity in the unit and '* - memlock unlimited' below /etc/security/limits.d, then restart "
+        "the service and log in anew"
+        if devices
+        else "none is needed without an RDMA device",
+        wanted="unlimited",
+        found=limited,
+        devices=devices,
+    )
+
+
+def numa(health: Health) -> Iterator[Finding]:
+    """Judge whether processes may run on the processors next to each GPU."""
+    if isinstance(health.host, Unknown) or isinstance(health.pci, Unknown) or health.host.numa_nodes < 2:
+        return
+    allowed = cpus(health.host.allowed_cpus or "")
+    far = [place for place in health.pci if place.local_cpus and allowed and not cpus(place.local_cpus) & allowed]
+    if far:
+        where = ", ".join(f"{place.pci_bus_id} (node {place.numa_node}: {place.local_cpus})" for place in far)
+        yield _finding(
+            "BU-VFY-333",
+            "warning",
+            f"processes may run on processors {health.host.allowed_cpus} only, none of them next to {where}",
+            "look for CPUAffinity= and AllowedCPUs= in systemd, isolcpus, cgroups, taskset and numactl",
+            wanted=[place.local_cpus for place in far],
+            found=health.host.allowed_cpus,
+        )
+    silent = [place.pci_bus_id for place in health.pci if place.numa_node in (None, -1)]
+    if silent:
+        yield _finding(
+            "BU-VFY-334",
+            "info",
+            f"the platform does not say which of {health.host.numa_nodes} NUMA nodes {', '.join(silent)} is next to",
+            "update the BIOS, or let the virtual machine show its topology; until then nothing can be placed well",
+            found=silent,
+        )
+
+
 def suspicious(settings: Settings) -> Iterator[Finding]:
-    """Name variables that change what a process takes, with the file and line that set them."""
-    names = set(_data()["setting"]["names"])
+    """Name variables that change what a process takes, with the file and line that set them.
+
+    Those in the table are known to change transports and libraries; any other NCCL variable that is not harmless
+    is noted.
+    """
+    names, harmless = set(_data()["setting"]["names"]), set(_data()["setting"]["harmless"])
     by_name: dict[str, list[str]] = {}
     for setting in settings.files:
-        if setting.name in names:
-            place = f"{setting.file}:{setting.line} ({setting.name}={setting.value})"
-            by_name.setdefault(setting.name, []).append(place)
+        place = f"{setting.file}:{setting.line} ({setting.name}={setting.value})"
+        by_name.setdefault(setting.name, []).append(place)
     for name, value in settings.login.items():
-        if name in names and name not in by_name:
-            by_name[name] = [f"the login environment ({name}={value}), no file found that sets it"]
+        by_name.setdefault(name, [f"the login environment ({name}={value}), no file found that sets it"])
     for name, places in sorted(by_name.items()):
-        yield _finding(
-            "BU-VFY-341",
-            "warning",
-            f"{name} is set: {', '.join(places)}",
-            "remove it unless it is meant: it changes what every process on this host does",
-            found=places,
-        )
+        if name in names:
+            yield _finding(
+                "BU-VFY-341",
+                "warning",
+                f"{name} is set: {', '.join(places)}",
+                "remove it unless it is meant: it changes what every process on this host does",
+                found=places,
+            )
+        elif name.startswith("NCCL_") and name not in harmless:
+            yield _finding(
+                "BU-VFY-342",
+                "info",
+                f"{name} is set: {', '.join(places)}",
+                "see whether it is still meant; it is not known to slow collectives",
+                found=places,
+            )
 
 
 def _has_nvlink(health: Health) -> bool:

@@ -504,3 +504,32 @@ def test_the_document_is_written_atomically(tmp_path: Path) -> None:
     _, document = run("--no-login", "--sections", "jit", "--output", str(output))
     assert json.loads(output.read_text(encoding="utf-8")) == document
     assert (output.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o644, [output])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("8388608", 8388608), ("infinity", None), ("unlimited", None), ("18446744073709551615", None), ("0", 0)],
+)
+def test_limits_as_systemctl_and_the_kernel_print_them(text: str, expected: int | None) -> None:
+    assert CHECK.limit_bytes(text) == expected
+
+
+def test_rdma_ports(tmp_path: Path) -> None:
+    for device, port, state, layer in (("mlx5_0", 1, "4: ACTIVE", "InfiniBand"), ("mlx5_1", 1, "1: DOWN", "Ethernet")):
+        directory = tmp_path / device / "ports" / str(port)
+        directory.mkdir(parents=True)
+        for name, text in (("state", state), ("link_layer", layer), ("rate", "400 Gb/sec (4X NDR)")):
+            (directory / name).write_text(text + "\n")
+    assert [(p["device"], p["port"], p["state"], p["link_layer"]) for p in CHECK.look_rdma(str(tmp_path))] == [
+        ("mlx5_0", 1, "ACTIVE", "InfiniBand"),
+        ("mlx5_1", 1, "DOWN", "Ethernet"),
+    ]
+
+
+def test_no_rdma_device(tmp_path: Path) -> None:
+    assert CHECK.look_rdma(str(tmp_path / "none")) == []
+
+
+def test_allowed_processors() -> None:
+    assert CHECK.allowed_cpus("Name:\tx\nCpus_allowed:\tff\nCpus_allowed_list:\t0-3,8\n") == "0-3,8"
+    assert CHECK.allowed_cpus("Name:\tx\n") is None

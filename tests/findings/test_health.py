@@ -337,6 +337,133 @@ def test_hosts_without_nvlink(change: Change, expected: list[str], nvlinks: int 
     assert [code for code, _, _ in found(both, nvlinks=nvlinks)] == expected
 
 
+INFINITE = {"login": None, "systemd": None, "units": {}}
+PORT = {"device": "mlx5_0", "port": 1, "state": "ACTIVE", "link_layer": "InfiniBand", "rate": "400 Gb/sec (4X NDR)"}
+EIGHT_MIB = 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("memlock", "rdma", "expected"),
+    [
+        (INFINITE, [PORT], []),
+        (INFINITE, [], []),
+        (None, None, []),
+        (
+            {**INFINITE, "systemd": EIGHT_MIB},
+            [PORT],
+            [
+                (
+                    "BU-VFY-332",
+                    "warning",
+                    "memory that may be locked is limited: services (systemd's default) 8192 KiB;"
+                    " NCCL cannot register larger buffers with mlx5_0",
+                )
+            ],
+        ),
+        (
+            {**INFINITE, "login": 64 << 10},
+            [PORT, {**PORT, "port": 2, "state": "DOWN"}, {**PORT, "device": "mlx5_1"}],
+            [
+                (
+                    "BU-VFY-332",
+                    "warning",
+                    "memory that may be locked is limited: a login 64 KiB;"
+                    " NCCL cannot register larger buffers with mlx5_0, mlx5_1",
+                )
+            ],
+        ),
+        ({"login": None, "systemd": EIGHT_MIB, "units": {"sglang.service": None}}, [PORT], []),
+        (
+            {"login": None, "systemd": None, "units": {"sglang.service": EIGHT_MIB}},
+            [PORT],
+            [
+                (
+                    "BU-VFY-332",
+                    "warning",
+                    "memory that may be locked is limited: sglang.service 8192 KiB;"
+                    " NCCL cannot register larger buffers with mlx5_0",
+                )
+            ],
+        ),
+        (
+            {"login": EIGHT_MIB, "systemd": EIGHT_MIB, "units": {}},
+            [],
+            [
+                (
+                    "BU-VFY-332",
+                    "info",
+                    "memory that may be locked is limited: a login 8192 KiB, services (systemd's default) 8192 KiB;"
+                    " no RDMA device is here",
+                )
+            ],
+        ),
+        ({**INFINITE, "systemd": {"error": "there is no systemd"}}, [PORT], []),
+        (
+            {"error": "OSError: no"},
+            [PORT],
+            [("BU-VFY-300", "warning", "host.memlock could not be looked at: OSError: no")],
+        ),
+    ],
+    ids=[
+        "unlimited",
+        "unlimited without RDMA",
+        "an older script",
+        "services",
+        "logins",
+        "the unit's own limit counts",
+        "the unit's own limit is low",
+        "noted without RDMA",
+        "no systemd",
+        "unknown is said",
+    ],
+)
+def test_locked_memory(memlock: Section | None, rdma: list[Section] | None, expected: list[object]) -> None:
+    assert found(lambda section: section["host"].update(memlock=memlock, rdma=rdma)) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "allowed", "places", "expected"),
+    [
+        (2, "0-63", [(0, "0-31"), (1, "32-63")], []),
+        (2, "0-31", [(0, "0-31"), (0, "0-31")], []),
+        (
+            2,
+            "0-31",
+            [(0, "0-31"), (1, "32-63")],
+            [
+                (
+                    "BU-VFY-333",
+                    "warning",
+                    "processes may run on processors 0-31 only, none of them next to 0000:00:07.0 (node 1: 32-63)",
+                )
+            ],
+        ),
+        (
+            2,
+            "0-63",
+            [(0, "0-31"), (-1, None)],
+            [
+                (
+                    "BU-VFY-334",
+                    "info",
+                    "the platform does not say which of 2 NUMA nodes 0000:00:07.0 is next to",
+                )
+            ],
+        ),
+        (1, "0", [(-1, "1-3"), (-1, None)], []),
+        (2, None, [(0, "0-31"), (1, "32-63")], []),
+    ],
+    ids=["all", "both on one node", "one is far", "the platform is silent", "one node", "an older script"],
+)
+def test_numa(nodes: int, allowed: str | None, places: list[tuple[int, str | None]], expected: list[object]) -> None:
+    def change(section: Section) -> None:
+        section["host"].update(numa_nodes=nodes, allowed_cpus=allowed)
+        for entry, (node, local) in zip(section["pci"], places, strict=True):
+            entry.update(numa_node=node, local_cpus=local)
+
+    assert found(change) == expected
+
+
 def test_without_a_known_model_the_gpus_are_compared_with_each_other() -> None:
     def change(section: Section) -> None:
         section["nvlink"][1].update(active_links=17, inactive_links=[5])
@@ -370,6 +497,23 @@ def test_without_a_known_model_the_gpus_are_compared_with_each_other() -> None:
 def test_settings(settings: Section, causes: list[str]) -> None:
     judged = health.findings(health.parse(ANSWER), settings=health.Settings.model_validate(settings), nvlinks=18)
     assert [(f.code, f.severity, f.cause) for f in judged] == [("BU-VFY-341", "warning", c) for c in causes]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NCCL_IB_HCA", [("BU-VFY-341", "warning")]),
+        ("NCCL_CROSS_NIC", [("BU-VFY-342", "info")]),
+        ("NCCL_DEBUG", []),
+        ("NCCL_VERSION", []),
+        ("GLOO_SOCKET_IFNAME", []),
+    ],
+)
+def test_which_variables_matter(name: str, expected: list[object]) -> None:
+    setting = {"name": name, "value": "1", "file": "/etc/nccl.conf", "line": 1}
+    settings = health.Settings.model_validate({"files": [setting]})
+    judged = health.findings(health.parse(ANSWER), settings=settings, nvlinks=18)
+    assert [(f.code, f.severity) for f in judged] == expected
 
 
 def test_errors_come_first() -> None:
