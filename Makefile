@@ -30,11 +30,11 @@ test-quick: venv
 test: 
 	@$(PYTHON) bringup/bootstrap.py --system lab --system test
 	@$(MAKE) --no-print-directory check
-	@$(PYTEST) -m "not real and not crash and not fleet" -q
+	@$(PYTEST) -m "not real and not fleet" -q
 
 test-real:
 	@$(PYTHON) bringup/bootstrap.py --system lab --system test
-	@$(PYTEST) -m "real and not crash" -q $(TESTS)
+	@$(PYTEST) -m real -q $(TESTS)
 
 test-crash test-fleet:
 	@$(PYTHON) bringup/bootstrap.py --system lab --system test
