@@ -30,7 +30,7 @@ test-quick: venv
 test: 
 	@$(PYTHON) bringup/bootstrap.py --system lab --system test
 	@$(MAKE) --no-print-directory check
-	@$(PYTEST) -m "not real and not fleet" -q
+	@$(PYTEST) -m "not real" -q
 
 test-real:
 	@$(PYTHON) bringup/bootstrap.py --system lab --system test
