@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from bringup import torch_index, wheels
-from bringup.abi import Distribution, Level, Verdict, judge
+from bringup.abi import Distribution, Verdict, judge
 from bringup.locking.checks import Contents
 from bringup.locking.resolve import ResolvedFile, ResolvedPlatform
 from bringup.locking.settings import Sources
@@ -28,7 +28,6 @@ from bringup.torch_index import IndexedTorch, TorchIndex
 from bringup.wheels import Archive, Offer, WheelReader, read_wheel, text_of
 
 _AT_ONCE = 4
-_MOST_SAID = 8
 # What torch stands on needs nothing of torch, and its libraries are the largest there are.
 _NOT_GUARDED = re.compile(r"torch|triton|nvidia-.+|cuda-.+|pytorch-triton.*")
 
@@ -80,7 +79,7 @@ class WheelGuard:
         return Judgement(
             contents,
             {file: said(verdict) for file, verdict in verdicts.items()},
-            frozenset(file for file, verdict in verdicts.items() if is_refused(verdict)),
+            frozenset(file for file, verdict in verdicts.items() if verdict.is_refused),
         )
 
     def _look(self, reader: WheelReader, file: ResolvedFile) -> _Look:
@@ -116,23 +115,11 @@ class WheelGuard:
         return build
 
 
-def is_refused(verdict: Verdict) -> bool:
-    """Return whether a wheel does not belong beside a torch: it breaks, or was built for another minor version."""
-    minor = ".".join(verdict.torch.split("+")[0].split(".")[:2])
-    is_foreign = bool(verdict.built_for) and minor not in verdict.built_for
-    return verdict.level.is_broken or (verdict.level is Level.LAYOUT_RISK and is_foreign)
-
-
 def said(verdict: Verdict) -> str:
     """Return what a lock says of a wheel: its level; of a refused one also why, and which torch would fit."""
-    if not is_refused(verdict):
+    if not verdict.is_refused:
         return verdict.level.value
-    used = {file.path for file in verdict.files if file.effect is not None and file.effect.rank <= verdict.level.rank}
-    found = [f for f in verdict.findings if f.kind == verdict.level.value and f.file in used]
-    reasons = list(dict.fromkeys(f.reason + (f" ({f.symbol})" if f.symbol and f.demangled else "") for f in found))
-    more = f" and {len(reasons) - _MOST_SAID} more" if len(reasons) > _MOST_SAID else ""
-    fits = f"it fits torch {', '.join(verdict.fits_torch)}" if verdict.fits_torch else "it fits no known torch"
-    return f"{verdict.level.value}: {'; '.join(reasons[:_MOST_SAID])}{more}; {fits}"
+    return f"{verdict.level.value}: {verdict.summary}"
 
 
 def _torch_cuda(archive: Archive) -> str | None:

@@ -118,6 +118,22 @@ def test_a_kernel_wheel_over_torch_versions(torch, level, missing):
     assert verdict.allowed_but_broken == ("2.8.0", "2.10.0", "2.11.0")
 
 
+@pytest.mark.parametrize(
+    ("torch", "summary"),
+    [
+        pytest.param(V29, "it fits torch 2.9.1", id="sound"),
+        pytest.param(
+            V28,
+            "undefined symbol: c10::SymInt::sym_ne_slow_path(c10::SymInt const&) const "
+            "(_ZNK3c106SymInt16sym_ne_slow_pathERKS0_); it fits torch 2.9.1",
+            id="broken",
+        ),
+    ],
+)
+def test_a_summary_says_each_reason_and_what_fits(torch, summary):
+    assert judge(SGL_KERNEL, torch, catalogue=CATALOGUE).summary == summary
+
+
 def test_a_finding_says_who_needs_what_who_has_it_and_what_to_do():
     verdict = judge(SGL_KERNEL, V210, catalogue=CATALOGUE, capability="12.0")
     finding = next(f for f in verdict.findings if f.symbol == CHECK_OLD)

@@ -9,6 +9,8 @@ versions of torch while all names stay. So a file that uses torch's C++ interfac
 minor version that it was built for.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from bringup.abi.facts import (
     Distribution,
     ElfFacts,
@@ -18,12 +20,14 @@ from bringup.abi.facts import (
     promised_glibc,
     worst,
 )
-from bringup.abi.installed import InstalledEnvironment, parse_environment
 from bringup.abi.names import belongs_to_torch, demangle, is_stable_interface
 from bringup.abi.policies import POLICIES, Policy, Variants, policy_of
 from bringup.abi.suppliers import SUPPLIERS, Supplier, supplier
 from bringup.abi.torch_side import Host, Library, Load, TorchRelease, TorchSide, brought_libraries
 from bringup.abi.verdict import AbiFinding, FileVerdict, Verdict, judge, judge_environment
+
+if TYPE_CHECKING:
+    from bringup.abi.installed import InstalledEnvironment, parse_environment
 
 __all__ = [
     "POLICIES",
@@ -57,3 +61,12 @@ __all__ = [
     "supplier",
     "worst",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the reader of probe answers when it is asked for: a wheel beside a release needs no pydantic."""
+    if name in ("InstalledEnvironment", "parse_environment"):
+        from bringup.abi import installed
+
+        return getattr(installed, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from bringup.abi.facts import Distribution, Level, SharedFile, worst
-from bringup.abi.installed import InstalledEnvironment
 from bringup.abi.names import (
     belongs_to_torch,
     demangle,
@@ -25,10 +24,14 @@ from bringup.abi.policies import BUILT_FOR, Policy, Variants, generic_variants, 
 from bringup.abi.suppliers import supplier
 from bringup.abi.torch_side import Library, Load, TorchRelease, TorchSide
 
+if TYPE_CHECKING:
+    from bringup.abi.installed import InstalledEnvironment
+
 FindingKind = Literal["broken-symbol", "broken-library", "broken-glibc", "layout-risk", "assumed", "other-python"]
 
 # From this release on glibc refuses to load what asks for an executable stack (its NEWS, 2025-01).
 _GLIBC_WITHOUT_EXECUTABLE_STACKS = (2, 41)
+_MOST_SAID = 8
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,25 @@ class Verdict:
         """Return the distinct libraries that any file misses, used or not."""
         return frozenset(f.library for f in self.findings if f.kind == "broken-library" and f.library)
 
+    @property
+    def is_refused(self) -> bool:
+        """Return whether it does not belong beside this torch: it breaks, or was built for another minor version."""
+        is_foreign = bool(self.built_for) and _minor(self.torch) not in self.built_for
+        return self.level.is_broken or (self.level is Level.LAYOUT_RISK and is_foreign)
+
+    @property
+    def summary(self) -> str:
+        """Return each reason for the level once, and which torch would fit: a lock and a host say it alike."""
+        used = {file.path for file in self.files if file.effect is not None and file.effect.rank <= self.level.rank}
+        found = [f for f in self.findings if f.kind == self.level.value and f.file in used]
+        reasons = sorted({f.reason + (f" ({f.symbol})" if f.symbol and f.demangled else "") for f in found})
+        if len(reasons) > _MOST_SAID:
+            reasons[_MOST_SAID - 1 :] = [f"{reasons[_MOST_SAID - 1]} and {len(reasons) - _MOST_SAID} more"]
+        fits = f"it fits torch {', '.join(self.fits_torch)}" if self.fits_torch else "it fits no known torch"
+        # Where something else than torch is missing, the torch that is there may be the right one.
+        said = () if reasons and _public(self.torch) in self.fits_torch else (fits,)
+        return "; ".join([*reasons, *said])
+
     def as_json(self) -> dict[str, object]:
         """Return the JSON object that reports carry."""
         return {
@@ -132,6 +154,7 @@ class Verdict:
             "fits_torch": list(self.fits_torch),
             "built_for": list(self.built_for),
             "allowed_but_broken": list(self.allowed_but_broken),
+            "summary": self.summary,
             "files": [
                 {"path": f.path, "level": f.level.value, "effect": f.effect.value if f.effect else None}
                 for f in self.files

@@ -6,22 +6,23 @@ import json as jsonlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from bringup import paths, torch_index
-from bringup.abi import judge, parse_environment
+from bringup.abi import judge
 from bringup.commands import options
 from bringup.commands.abi_index import index
 from bringup.commands.abi_matrix import matrix
 from bringup.commands.abi_text import Capability, Report, StackName, check_capability, open_reader, output, show_reports
 from bringup.errors import InputError
-from bringup.guard import is_refused
-from bringup.host_environment import HostEnvironment, read_host
 from bringup.locking.compile import split
 from bringup.wheels import WheelFacts, WheelReader
+
+if TYPE_CHECKING:
+    from bringup.host_environment import HostEnvironment
 
 app = typer.Typer(
     name="abi",
@@ -89,8 +90,8 @@ def check(
         typer.echo(jsonlib.dumps(document, indent=2))
     else:
         show_reports(output(), reports)
-    refused = {id(report.facts) for report in reports if is_refused(report.verdict)}
-    fitting = {id(report.facts) for report in reports if not is_refused(report.verdict)}
+    refused = {id(report.facts) for report in reports if report.verdict.is_refused}
+    fitting = {id(report.facts) for report in reports if not report.verdict.is_refused}
     # Beside every known torch, a wheel is as it should be when one of them fits.
     if refused - (fitting if torch is None and env is None and host is None else set()):
         raise typer.Exit(1)
@@ -116,6 +117,10 @@ def _beside(
 
 def _installed(env: Path | None, host: str | None, facts: WheelFacts) -> HostEnvironment:
     """Read an environment of this machine or of a host, looking for the names that the wheel needs."""
+    # Models of a host's answer; a wheel beside a release of the index needs none.
+    from bringup.abi import parse_environment
+    from bringup.host_environment import HostEnvironment, read_host
+
     names = sorted(facts.distribution.undefined_names)
     if env is not None:
         probe = paths.host_script("abi_probe")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,12 +15,13 @@ from rich.text import Text
 
 from bringup import wheels
 from bringup.abi import AbiFinding, Level, Verdict
-from bringup.commands.lock import stack_path
 from bringup.errors import InputError
 from bringup.locking import Sources, default_index
 from bringup.locking.compile import PLATFORMS
-from bringup.stack import load_stack
 from bringup.wheels import WheelFacts, WheelReader
+
+if TYPE_CHECKING:
+    from bringup.stack import Index
 
 Platform = Annotated[
     str, typer.Option("--platform", help=f"Whose wheels of an index: {', '.join(PLATFORMS)}.", metavar="PLATFORM")
@@ -68,10 +69,17 @@ def check_capability(capability: str | None) -> None:
 
 @contextmanager
 def open_reader(stack: str | None, console: Console) -> Iterator[WheelReader]:
-    indexes = load_stack(stack_path(stack)).python.indexes if stack else ()
-    sources = Sources.of(indexes, default_index())
+    sources = Sources.of(_indexes(stack) if stack else (), default_index())
     with wheels.reader(sources, speaker(console)) as reader:
         yield reader
+
+
+def _indexes(stack: str) -> tuple[Index, ...]:
+    # Reading a stack takes longer to load than most wheels to judge.
+    from bringup.commands.lock import stack_path
+    from bringup.stack import load_stack
+
+    return load_stack(stack_path(stack)).python.indexes
 
 
 def speaker(console: Console) -> Callable[[str], None]:

@@ -340,7 +340,7 @@ def loadable(verdicts: Iterable[Report], step: str) -> Iterator[Finding]:
             continue
         yield _refusal(
             "BU-ENV-124" if level == "layout-risk" else "BU-ENV-123",
-            f"step {step}: {wheel} does not go with torch {verdict['torch']}: {what}",
+            f"step {step}: {wheel} does not go with torch {verdict['torch']}: {level}: {verdict['summary']}",
             (first["remedy"] if first else "") or "lock the build for this torch",
             **evidence,
         )

@@ -14,11 +14,13 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from bringup.errors import InputError
-from bringup.stack import Index
+
+if TYPE_CHECKING:
+    from bringup.stack import Index
 
 
 @dataclass(frozen=True)
