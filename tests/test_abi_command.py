@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -631,3 +632,25 @@ def test_exit_status_2_is_for_what_could_not_be_done(here):
     assert done.returncode == 2
     assert done.stderr.startswith("error: the index of exports does not have torch 0.1 for x86_64\n")
     assert "hint: add it with `bringup abi index torch==0.1`" in done.stderr
+
+
+def test_a_check_loads_no_more_than_it_needs():
+    """A second is all that it may take, and models of stacks and hosts take a third of one to load."""
+    heavy = ("pydantic", "pyinfra", "bringup.stack", "bringup.host_state", "bringup.worker", "rich.markdown")
+    code = f"""
+import sys
+from bringup import torch_index, wheels
+from bringup.commands import abi
+from bringup.locking import Sources, default_index
+print([name for name in {heavy!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("package", ["bringup.abi", "bringup.locking"])
+def test_what_is_loaded_on_demand_is_there(package):
+    module = importlib.import_module(package)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        module.nothing  # noqa: B018

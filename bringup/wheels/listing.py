@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -190,7 +191,8 @@ def built_in_index() -> str:
         nothing.touch()
         command = [
             *(uv.find_uv_bin(), "pip", "compile", str(nothing), "--emit-index-url", "--offline", "--quiet"),
-            *("--no-config", "--no-header", "--no-python-downloads"),
+            # Looking for an interpreter would take most of the time.
+            *("--no-config", "--no-header", "--no-python-downloads", "--python", sys.executable),
         ]
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=directory, env=_uv_environment(), check=False

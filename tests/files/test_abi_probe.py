@@ -757,3 +757,28 @@ def test_the_probe_is_python_3_8_and_uses_the_standard_library_alone():
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) if node.module}
     assert modules <= set(sys.stdlib_module_names) | {"__future__"}
+
+
+def plain_gnu_hash(name: bytes) -> int:
+    value = 5381
+    for byte in name:
+        value = (value * 33 + byte) & 0xFFFFFFFF
+    return value
+
+
+@given(st.lists(st.binary(max_size=200), max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_many_names_hash_as_one_after_the_other(names):
+    assert probe._gnu_hashes(names) == [plain_gnu_hash(name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        pytest.param(b"", 0x1505, id="nothing"),
+        pytest.param(b"printf", 0x156B2BB8, id="the specification's example"),
+        pytest.param(b"\xff" * 4096, plain_gnu_hash(b"\xff" * 4096), id="the largest values"),
+    ],
+)
+def test_hash_of_one_name(name, value):
+    assert probe._gnu_hashes([name]) == [value]
