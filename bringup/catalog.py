@@ -154,12 +154,14 @@ def branch(name: str) -> BranchRow | None:
     return next((row for row in branches() if row.name == name), None)
 
 
+@cache
 def chip(device_id: str) -> ChipRow | None:
     """Return the range that a PCI device id lies in, or None for a GPU newer than the table."""
     value = int(device_id, 16)
     return next((row for row in chips() if int(row.first, 16) <= value <= int(row.last, 16)), None)
 
 
+@cache
 def gpu(device_id: str) -> GpuRow | None:
     """Return the board with this PCI device id, or None."""
     return next((row for row in gpus() if row.device_id == device_id), None)

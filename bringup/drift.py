@@ -120,6 +120,14 @@ class _View:
         return None if file is None else file.sha256 or "not a regular file"
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """What one evaluation of every rule gave; ``diff`` and ``unknowns`` return its halves."""
+
+    differences: tuple[Difference, ...]
+    unknowns: tuple[str, ...]
+
+
 Finds = Iterator[tuple[str, str | None, str | None]]
 _RULES: list[tuple[tuple[Path, ...], Callable[[_View], Finds]]] = []
 
@@ -136,7 +144,7 @@ def _rule(*paths: Path) -> Callable[[Callable[[_View], Finds]], Callable[[_View]
 
 def diff(stack: Stack, state: HostState, site: Site = NVIDIA) -> tuple[Difference, ...]:
     """Return what is not as wanted, in the order in which the deploy acts; empty on a converged host."""
-    return _evaluate(stack, state, site)[0]
+    return judge(stack, state, site).differences
 
 
 def unknowns(stack: Stack, state: HostState, site: Site = NVIDIA) -> tuple[str, ...]:
@@ -144,10 +152,11 @@ def unknowns(stack: Stack, state: HostState, site: Site = NVIDIA) -> tuple[str, 
 
     Not empty means that the host's state is unknown, never that it is as wanted.
     """
-    return _evaluate(stack, state, site)[1]
+    return judge(stack, state, site).unknowns
 
 
-def _evaluate(stack: Stack, state: HostState, site: Site) -> tuple[tuple[Difference, ...], tuple[str, ...]]:
+def judge(stack: Stack, state: HostState, site: Site = NVIDIA) -> Judgement:
+    """Return differences and unknowns together: comparing is most of what a host costs that is as wanted."""
     differences: list[Difference] = []
     unknown: list[str] = []
     view = _View(stack, state, site, set())
@@ -160,7 +169,7 @@ def _evaluate(stack: Stack, state: HostState, site: Site) -> tuple[tuple[Differe
             unknown.append(f"{paths[0].pattern}: {error}")
         differences.extend(found)
         view.found.update(difference.path for difference in found)
-    return tuple(differences), tuple(unknown)
+    return Judgement(tuple(differences), tuple(unknown))
 
 
 def _listed(items: Iterable[str]) -> str:
@@ -638,21 +647,29 @@ PATHS: tuple[Path, ...] = tuple(path for paths, _ in _RULES for path in paths)
 # ---------------------------------------------------------------- what else the deploy must know
 
 
-def verification_state(stack: Stack, state: HostState, site: Site = NVIDIA) -> VerificationState:
-    """Return whether the host is proved. Stale: proved, but before this boot; that alone is no difference."""
+def verification_state(
+    stack: Stack, state: HostState, site: Site = NVIDIA, *, judged: Judgement | None = None
+) -> VerificationState:
+    """Return whether the host is proved. Stale: proved, but before this boot; that alone is no difference.
+
+    ``judged`` is what ``judge`` gave for the same three; None: it is asked.
+    """
     record = state.verification
     if record is None or isinstance(record, Unknown):
         return "none"
-    if any(difference.path == "verification" for difference in diff(stack, state, site)):
+    differences = (judged or judge(stack, state, site)).differences
+    if any(difference.path == "verification" for difference in differences):
         return "none"
     kernel = state.kernel
     is_this_boot = not isinstance(kernel, Unknown) and kernel.boot_id == record.boot_id
     return "verified" if is_this_boot else "stale"
 
 
-def verification(stack: Stack, state: HostState, site: Site = NVIDIA) -> dict[str, Any]:
+def verification(
+    stack: Stack, state: HostState, site: Site = NVIDIA, *, judged: Judgement | None = None
+) -> dict[str, Any]:
     """Return the verification's state, when it was measured (None: never), and what it measured."""
-    known = verification_state(stack, state, site)
+    known = verification_state(stack, state, site, judged=judged)
     record = state.verification
     if known == "none" or record is None or isinstance(record, Unknown):
         return {"state": "none", "measured_at_s": None, "backends": ()}

@@ -239,12 +239,17 @@ def wanted(host: Host) -> Stack:
 def site(host: Host) -> Site:
     """Return what a host must match that no stack can know: its repository, and the launcher we ship."""
     chosen = settings(host)
-    launcher = paths.files() / "run"
     return Site(
         repository_url=split_login(chosen.apt_url)[0] if chosen.apt_url else None,
         key_fingerprint=chosen.apt_key_fingerprint,
-        launcher_sha256=hashlib.sha256(launcher.read_bytes()).hexdigest() if launcher.is_file() else None,
+        launcher_sha256=_launcher_sha256(),
     )
+
+
+@cache
+def _launcher_sha256() -> str | None:
+    launcher = paths.files() / "run"
+    return hashlib.sha256(launcher.read_bytes()).hexdigest() if launcher.is_file() else None
 
 
 def apt_login(host: Host) -> tuple[str, tuple[str, str]] | None:

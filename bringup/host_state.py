@@ -22,6 +22,8 @@ SIZE_LIMIT_BYTES = 4 << 20
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
 # C0 without tab and newline, DEL, C1, and the marks that turn the direction of what a terminal shows.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# How JSON writes what is not printable, or no JSON at all; the dashes and dots that probes write are neither.
+_SUSPECT = re.compile(r"\\[bfr]|\\u(?!20(?:1[0-9a-f]|2[0-7]))|NaN|Infinity")
 
 T = TypeVar("T")
 
@@ -714,7 +716,10 @@ def parse(answer: str | bytes, *, host: str | None = None, received_at_s: float 
     Raises HostError when there is no document, when it is larger than SIZE_LIMIT_BYTES, or when a value has
     the wrong shape; the error names the key path.
     """
-    document = _document(answer, host)
+    line = _last_line(answer, host)
+    if (state := _as_expected(line)) is not None:
+        return state.model_copy(update={"received_at_s": received_at_s})
+    document = _document(line, host)
     schema = document.get("schema")
     if schema != 1:
         raise _wrong(host, "schema", "1", schema)
@@ -726,7 +731,24 @@ def parse(answer: str | bytes, *, host: str | None = None, received_at_s: float 
         raise _wrong_shape(host, "", error) from None
 
 
-def _document(answer: str | bytes, host: str | None) -> dict[str, Any]:
+def _as_expected(line: str) -> HostState | None:
+    """Return the state in one pass when every section has its shape and no text needs cleaning; else None.
+
+    That is nearly every answer, and the long way costs ten times as much. It comes to the same result: it is only
+    needed to say what is wrong, and where.
+    """
+    if not line.isprintable() or _SUSPECT.search(line):
+        return None
+    try:
+        state = HostState.model_validate_json(line, strict=True)
+    except ValidationError:
+        return None
+    # An error must not pass for a mapping that has one key.
+    is_odd = any(isinstance(value, Mapping) and set(value) == {"error"} for _, value in state)
+    return None if is_odd or "received_at_s" in state.model_fields_set else state
+
+
+def _last_line(answer: str | bytes, host: str | None) -> str:
     data = answer.encode("utf-8", "surrogatepass") if isinstance(answer, str) else answer
     if len(data) > SIZE_LIMIT_BYTES:
         raise HostError(
@@ -737,13 +759,17 @@ def _document(answer: str | bytes, host: str | None) -> dict[str, Any]:
     lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
     if not lines:
         raise HostError("host probe did not answer", host=host, why="its output is empty")
+    return lines[-1]
+
+
+def _document(line: str, host: str | None) -> dict[str, Any]:
     try:
-        document = json.loads(lines[-1], parse_constant=_no_constant)
+        document = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise HostError(
             "host probe's answer is no JSON document",
             host=host,
-            why=f"{error}; its last line begins with {clean(lines[-1][:80])!r}",
+            why=f"{error}; its last line begins with {clean(line[:80])!r}",
         ) from None
     if not isinstance(document, dict):
         raise HostError("host probe's answer is no JSON object", host=host, why=f"found {type(document).__name__}")
@@ -760,6 +786,8 @@ def _no_constant(name: str) -> None:
 
 def clean(text: str) -> str:
     """Return text without escape sequences, control characters and direction marks; tab and newline stay."""
+    if text.isprintable():
+        return text  # none of those can be printed, and nearly every text is one that can
     return _CONTROL.sub("", _ESCAPE.sub("", text))
 
 

@@ -15,6 +15,10 @@ BANNER_TIMEOUT_S = 30
 AUTH_TIMEOUT_S = 30
 KEEPALIVE_S = 15
 
+WAKE_S = 1.0
+"""How often a silent connection is looked after. Paramiko's tenth of a second would be most of what a controller does
+while many hosts are at work; data and ``close`` wake it at once, so nothing waits for this."""
+
 SILENCE_LIMIT_S = 30
 """How long the other end may leave what we sent unacknowledged; the kernel's own limit is a quarter of an hour."""
 
@@ -31,6 +35,7 @@ def nodelay_transport(sock: socket.socket | paramiko.Channel, **options: Any) ->
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_LIMIT_S * 1000)
     transport = paramiko.Transport(sock, **options)
+    transport.sock.settimeout(WAKE_S)
     # A host that waits for a slow sibling sends nothing for minutes; firewalls forget silent connections.
     transport.set_keepalive(KEEPALIVE_S)
     return transport

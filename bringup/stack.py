@@ -396,6 +396,16 @@ class Stack(_Model):
 
         None when the lock holds nothing for the platform, or when the environment is an existing one.
         """
+        if platform not in self._env_digests:
+            self._env_digests[platform] = self._env_digest(platform)
+        return self._env_digests[platform]
+
+    @cached_property
+    def _env_digests(self) -> dict[str, str | None]:
+        # Every host of a fleet asks for the same one.
+        return {}
+
+    def _env_digest(self, platform: str) -> str | None:
         steps = self.locked_steps(platform)
         if steps is None or self.python.existing is not None:
             return None

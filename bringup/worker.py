@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -118,6 +119,7 @@ class Worker:
         self._say = say
         self._errors: dict[str, str] = {}
         self._told: dict[str, _Told] = {}
+        self._judged: dict[str, tuple[HostState, drift.Judgement]] = {}
         self._secrets = set(secrets_in(os.environ))
         self.masker = Masker(self._secrets)
         self.state = State(check_for_changes=True)
@@ -297,7 +299,7 @@ class Worker:
         if state is None:
             return
         stack = facts.wanted(host)
-        for found in drift.diff(stack, state, facts.site(host)):
+        for found in self._judge(host, state).differences:
             difference = DifferenceResult(path=found.path, wanted=found.wanted, found=found.found)
             self._write(events.DifferenceSeen(**self._common(host.name), difference=difference))
         for finding in all_findings(
@@ -308,6 +310,13 @@ class Worker:
         if disturbance is not None:
             self.told(host.name, "finding", disturbance.as_json())
 
+    def _judge(self, host: Host, state: HostState) -> drift.Judgement:
+        """Return the judgement on what the last probe saw; the same answer is judged once."""
+        known = self._judged.get(host.name)
+        if known is None or known[0] is not state:
+            known = self._judged[host.name] = state, drift.judge(facts.wanted(host), state, facts.site(host))
+        return known[1]
+
     def _must_act(self, host: Host) -> bool:
         state = None if self._told[host.name].problem else facts.observed(host)
         if state is None:
@@ -317,14 +326,12 @@ class Worker:
                 return False
             case "verify" | "rollback":
                 return True
-        stack = facts.wanted(host)
         chosen = facts.settings(host)
-        return bool(
-            chosen.force
-            or chosen.deep
-            or drift.diff(stack, state, facts.site(host))
-            or (drift.verification_state(stack, state, facts.site(host)) == "stale" and not drift.gpus_in_use(state))
-        )
+        judged = self._judge(host, state)
+        if chosen.force or chosen.deep or judged.differences:
+            return True
+        is_stale = drift.verification_state(facts.wanted(host), state, facts.site(host), judged=judged) == "stale"
+        return is_stale and not drift.gpus_in_use(state)
 
     def _deploy(self, hosts: list[Host]) -> None:
         for host in list(self.state.active_hosts):
@@ -356,7 +363,7 @@ class Worker:
         status, why = self._verdict(host, about, state_known=state is not None, has_acted=has_acted)
         extra: dict[str, Any] = {}
         if state is not None:
-            extra = recorded(facts.wanted(host), state, facts.site(host))
+            extra = recorded(facts.wanted(host), state, facts.site(host), self._judge(host, state))
         self._write(
             events.HostDone(
                 **self._common(host.name),
@@ -390,14 +397,14 @@ class Worker:
             state = facts.observed(host)
         if state is None:
             return "unknown", facts.why_unknown(host)
-        stack = facts.wanted(host)
+        judged = self._judge(host, state)
         if about.is_slow:
             return "slow", refusals[0].cause if refusals else None
         if self.shard.command in ("plan", "apply") and refusals and not has_acted:
             return "refused", refusals[0].cause
-        if unknown := drift.unknowns(stack, state, facts.site(host)):
-            return "unknown", unknown[0]
-        if drift.diff(stack, state, facts.site(host)) and self.shard.command != "rollback":
+        if judged.unknowns:
+            return "unknown", judged.unknowns[0]
+        if judged.differences and self.shard.command != "rollback":
             return "drift", None
         return "ok", None
 
@@ -430,9 +437,9 @@ class _Callbacks(BaseStateCallback):
         self.worker._errors[host.name] = str(error)
 
 
-def recorded(stack: Stack, state: HostState, site: Site) -> dict[str, Any]:
+def recorded(stack: Stack, state: HostState, site: Site, judged: drift.Judgement | None = None) -> dict[str, Any]:
     """Return what a host records about itself, for its ``host_done`` event; what is unknown is left out."""
-    verification = VerificationResult.model_validate(drift.verification(stack, state, site))
+    verification = VerificationResult.model_validate(drift.verification(stack, state, site, judged=judged))
     record: dict[str, Any] = {"verification": verification}
     record["simulated"] = simulated(stack, state)
     if state.pin is not None and not isinstance(state.pin, Unknown):
@@ -458,6 +465,7 @@ def password(reference: str) -> str:
         return ""
 
 
+@lru_cache(maxsize=8)
 def shown(command: str) -> str:
     """Return a command as an event tells it: without secrets, packed scripts and the end of long arguments."""
     text = _PACKED.sub(lambda found: f"({len(found[0])} characters)", Masker().text(command))

@@ -215,6 +215,44 @@ def test_whatever_a_host_says_is_a_state_or_a_host_error(section: str, value: ob
     assert isinstance(state, HostState)
 
 
+def the_long_way(answer: Answer) -> HostState | str:
+    """Return what parse says of an answer that has a text to clean, in a place that nobody reads."""
+    try:
+        return host_state.parse(json.dumps({**answer, "note": "\x07"}))
+    except HostError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ["h200x2_answer.json", "lab_answer.json"])
+def test_an_answer_with_nothing_to_clean_is_read_in_one_pass(name: str) -> None:
+    line = (CAPTURED.parent / name).read_text().replace("\n", " ")
+    state = host_state._as_expected(line)
+    assert state is not None
+    assert state == the_long_way(json.loads(line))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\x1b[2J", "a\x08", "\x7f", "\u202e", "\u2028", "\x9b", "\r"],
+    ids=["escape", "backspace", "delete", "direction", "line separator", "C1", "return"],
+)
+def test_a_text_that_cannot_be_printed_is_never_read_in_one_pass(answer: Answer, text: str) -> None:
+    answer["simulated"] = [text]
+    assert host_state._as_expected(json.dumps(answer)) is None
+    assert host_state._as_expected(json.dumps(answer, ensure_ascii=False)) is None
+
+
+@given(section=st.sampled_from(sorted(host_state.SECTIONS)), value=JSON | st.just({"error": None}))
+def test_one_pass_and_the_long_way_say_the_same(section: str, value: object) -> None:
+    answer = json.loads(CAPTURED.read_text())
+    answer[section] = value
+    try:
+        said: HostState | str = host_state.parse(json.dumps(answer))
+    except HostError as error:
+        said = str(error)
+    assert said == the_long_way(answer)
+
+
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_document_are_a_host_error(data: bytes) -> None:
     with pytest.raises(HostError):

@@ -9,11 +9,15 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterable
+from functools import cache
 from urllib.parse import quote, quote_plus
 
 from pydantic import JsonValue
 
 MASK = "***"
+
+_REMEMBERED_CHARACTERS = 500
+_REMEMBERED_TEXTS = 2000
 
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)", re.S)
 _USERINFO = re.compile(r"(?<=://)[^/\s@\"'<>?#]+@")
@@ -39,10 +43,19 @@ class Masker:
         # The longest first, or a secret that is a part of another would leave the rest of it readable.
         ordered = sorted(forms, key=lambda form: (-len(form), form))
         self._known = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+        self._masked: dict[str, str] = {}
 
     def text(self, text: str) -> str:
         """Return the text without secrets."""
-        return _ASSIGNMENT.sub(rf"\1{MASK}", self.message(text))
+        # Hosts of one fleet say the same: keys, names, causes. What is long is rarely said twice.
+        if len(text) > _REMEMBERED_CHARACTERS:
+            return _ASSIGNMENT.sub(rf"\1{MASK}", self.message(text))
+        known = self._masked.get(text)
+        if known is None:
+            if len(self._masked) >= _REMEMBERED_TEXTS:
+                self._masked.clear()
+            known = self._masked[text] = _ASSIGNMENT.sub(rf"\1{MASK}", self.message(text))
+        return known
 
     def message(self, text: str) -> str:
         """Return a message for people without known secrets, keys and logins.
@@ -74,6 +87,7 @@ class Masker:
                 return value
 
 
+@cache
 def _names_secret(key: str) -> bool:
     match = _ASSIGNMENT.search(f"{key}=x")
     return match is not None and match.end() == len(key) + 2

@@ -109,3 +109,14 @@ def test_of_two_secrets_the_longer_goes_first() -> None:
 def test_no_known_secret_ever_remains(secret: str, before: str, after: str) -> None:
     masked = Masker([secret]).text(before + secret + after)
     assert secret not in masked or "*" in secret  # the mask itself is made of stars
+
+
+def test_what_is_said_again_is_masked_again_and_memory_is_bounded() -> None:
+    masker = Masker([SECRET])
+    assert [masker.text(f"token {SECRET}") for _ in range(3)] == ["token ***"] * 3
+    for at in range(5000):
+        assert masker.text(f"{at} {SECRET}") == f"{at} ***"
+    long = f"{SECRET} " * 1000
+    assert masker.text(long) == "*** " * 1000
+    assert len(masker._masked) <= 2000
+    assert long not in masker._masked
