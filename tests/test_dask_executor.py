@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import dask
 import psutil
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from bringup import engine
 from bringup.dask_executor import DaskExecutor, check_address, parcel, unpacked
 from bringup.errors import BringupError, InputError
 from bringup.report import events
+from tests.dask_cluster import Cluster, certificates, started
 
 pytestmark = [
     # distributed leaves sockets and pipes to the garbage collector when a cluster is taken away from it.
@@ -76,90 +68,10 @@ def test_an_inventory_travels_with_what_stands_beside_it(tmp_path: Path) -> None
 # ---------------------------------------------------------------- a cluster
 
 
-def certificates(directory: Path, name: str) -> dict[str, str]:
-    """Make an authority and one certificate by it, and return the settings that use them on both sides."""
-    authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    authority = signed(f"{name} authority", authority_key, f"{name} authority", authority_key, is_authority=True)
-    certificate = signed(f"{name} authority", authority_key, name, key, is_authority=False)
-    files = {
-        "ca-file": directory / f"{name}-ca.pem",
-        "cert": directory / f"{name}.pem",
-        "key": directory / f"{name}.key",
-    }
-    files["ca-file"].write_bytes(authority.public_bytes(serialization.Encoding.PEM))
-    files["cert"].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    files["key"].write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    settings = {"distributed.comm.tls.ca-file": str(files["ca-file"])}
-    for role in ("scheduler", "worker", "client"):
-        settings |= {f"distributed.comm.tls.{role}.{part}": str(files[part]) for part in ("cert", "key")}
-    return settings
-
-
-def signed(
-    issuer: str,
-    issuer_key: ec.EllipticCurvePrivateKey,
-    name: str,
-    key: ec.EllipticCurvePrivateKey,
-    *,
-    is_authority: bool,
-) -> x509.Certificate:
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
-        .sign(issuer_key, hashes.SHA256())
-    )
-
-
-@dataclass
-class Cluster:
-    """A scheduler and two workers, each a process of its own."""
-
-    address: str
-    settings: dict[str, str]
-    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def executor(self) -> DaskExecutor:
-        with dask.config.set(self.settings):
-            return DaskExecutor(self.address)
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    settings = certificates(tmp_path, "site")
-    environment = {**os.environ, "BRINGUP_STATE": str(tmp_path / "worker")}
-    for key, value in settings.items():
-        environment["DASK_" + key.upper().replace(".", "__").replace("-", "_")] = value
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    made = Cluster(f"tls://127.0.0.1:{port}", settings)
-    log = (tmp_path / "cluster.log").open("wb")
-
-    def started(*words: str) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-m", "distributed.cli.dask_" + words[0], *words[1:]]
-        return subprocess.Popen(argv, env=environment, stdout=log, stderr=log, cwd=tmp_path)
-
-    scheduler = started("scheduler", "--host", made.address, "--protocol", "tls", "--no-dashboard")
-    try:
-        for _ in range(2):
-            made.workers.append(
-                started("worker", made.address, "--no-nanny", "--nthreads", "4", "--no-dashboard", "--protocol", "tls")
-            )
+    with started(tmp_path, {"BRINGUP_STATE": str(tmp_path / "worker")}) as made:
         yield made
-    finally:
-        for process in (*made.workers, scheduler):
-            process.kill()
-            process.wait()
-        log.close()
 
 
 class SilentHost:
@@ -231,10 +143,10 @@ def test_the_shard_of_a_lost_worker_is_finished_by_another_and_no_host_is_told_o
         while not silent.connections:
             time.sleep(0.05)
         # What is killed is the worker with the shard's process below it.
-        at_work = [each for each in cluster.workers if psutil.Process(each.pid).children()]
+        (at_work,) = cluster.at_work()
         silent.hangs_up = True
-        shards.extend(psutil.Process(at_work[0].pid).children())
-        at_work[0].send_signal(signal.SIGKILL)
+        shards.extend(psutil.Process(at_work.pid).children())
+        at_work.send_signal(signal.SIGKILL)
 
     shards: list[psutil.Process] = []
     killer = threading.Thread(target=kill_the_worker_that_connects, daemon=True)

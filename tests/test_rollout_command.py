@@ -122,6 +122,6 @@ def test_hosts_of_two_stacks_are_no_rollout(inventory: str) -> None:
 
 
 def test_the_command_that_goes_on_can_be_pasted() -> None:
-    assert resume_command("my fleet.py", "lab", Path("/x y/lock.toml")) == (
-        "bringup rollout 'my fleet.py' --resume --stack lab --lock '/x y/lock.toml'"
+    assert resume_command("my fleet.py", "lab", Path("/x y/lock.toml"), "tls://dask:8786") == (
+        "bringup rollout 'my fleet.py' --resume --stack lab --lock '/x y/lock.toml' --executor tls://dask:8786"
     )

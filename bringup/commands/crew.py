@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bringup import engine
+from bringup.commands import session
 from bringup.commands.conductor import Looked, Outcome
 from bringup.errors import BringupError
 from bringup.history import History, Recorder
@@ -66,7 +67,8 @@ class EngineCrew:
     """Do steps through the engine.
 
     ``overrides`` are the command line's; ``hook_limit_s`` is how long a drain or undrain command may take.
-    ``batches`` is how many jobs run at a time; each has worker processes of its own.
+    ``batches`` is how many jobs run at a time; each has worker processes of its own, or, with ``scheduler``, those of
+    a Dask cluster.
     """
 
     inventory: str
@@ -78,9 +80,10 @@ class EngineCrew:
     batches: int = 2
     parallel: int = engine.HOSTS_PER_WORKER
     verbosity: int = 0
+    scheduler: str | None = None
     _ended: queue.Queue[Outcome | Looked | BaseException] = field(default_factory=queue.Queue)
     _seen: dict[str, _Seen] = field(default_factory=dict)
-    _running: dict[int, engine.LocalExecutor] = field(default_factory=dict)
+    _running: dict[int, engine.Executor] = field(default_factory=dict)
     _preparing: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_stopped: bool = False
@@ -240,7 +243,7 @@ class EngineCrew:
         )
         # Looking is no news for the history: what was done is, and what was found before it.
         record = Recorder(self.history) if command != "drift" else None
-        executor = engine.LocalExecutor(show_worker_log=self.verbosity > 0)
+        executor = session.executor(self.scheduler) or engine.LocalExecutor(show_worker_log=self.verbosity > 0)
 
         def on_event(event: events.Event) -> None:
             with self._lock:

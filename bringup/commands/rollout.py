@@ -97,6 +97,7 @@ def rollout(
     yes: options.Yes = False,
     json: options.Json = False,
     events_to: options.Events = None,
+    executor: options.Scheduler = None,
     parallel: options.Parallel = 50,
     verbose: options.Verbose = 0,
 ) -> None:
@@ -109,6 +110,9 @@ def rollout(
         raise InputError("of --dry-run, --resume, --pause and --abort only one can be meant")
     name = str(Path(inventory).resolve())
     overrides = session.overrides(stack=stack, lock=lock)
+    if (cluster := session.executor(executor)) is not None:
+        cluster.stop()  # one that cannot be used is refused before anything is begun
+    look = partial(_look, inventory, overrides=overrides, parallel=parallel, scheduler=executor)
     with ExitStack() as exits:
         history = History.open()
         exits.callback(history.close)
@@ -121,7 +125,7 @@ def rollout(
             stream = session.open_events(events_to, exits)
             log = _unfinished(history, name)
         else:
-            looked = _look(inventory, [host["name"] for host in hosts], overrides, parallel)
+            looked = look([host["name"] for host in hosts])
             started = _planned(
                 hosts,
                 target,
@@ -154,6 +158,7 @@ def rollout(
             hook_limit_s=drain_limit_s,
             parallel=parallel,
             verbosity=verbose,
+            scheduler=executor,
         )
         end = conduct(
             history,
@@ -161,9 +166,9 @@ def rollout(
             new_crew,
             teller,
             lease=lease,
-            resumed=_resumed(log, target["digest"], inventory, overrides, exclude or []) if resume else None,
+            resumed=_resumed(log, target["digest"], look, exclude or []) if resume else None,
         )
-    _finish(end, resume_command(inventory, stack, lock), json=json or events_to == "-")
+    _finish(end, resume_command(inventory, stack, lock, executor), json=json or events_to == "-")
 
 
 def conduct(
@@ -238,11 +243,12 @@ def _said(transition: Transition, state: Rollout) -> str | None:
             return None
 
 
-def resume_command(inventory: str, stack: str | None, lock: Path | None) -> str:
+def resume_command(inventory: str, stack: str | None, lock: Path | None, scheduler: str | None = None) -> str:
     """Return the command that goes on with a rollout, ready to be pasted."""
     words = ["bringup", "rollout", inventory, "--resume"]
     words += ["--stack", stack] if stack is not None else []
     words += ["--lock", str(lock)] if lock is not None else []
+    words += ["--executor", scheduler] if scheduler is not None else []
     return shlex.join(words)
 
 
@@ -305,9 +311,11 @@ def _one_stack(hosts: Sequence[Mapping[str, Any]]) -> Mapping[str, str]:
     return next(iter(stacks.values()))
 
 
-def _look(inventory: str, names: Sequence[str], overrides: Mapping[str, Any], parallel: int) -> Results:
+def _look(
+    inventory: str, names: Sequence[str], *, overrides: Mapping[str, Any], parallel: int, scheduler: str | None
+) -> Results:
     job = engine.Job("drift", inventory, limit=tuple(names), overrides=overrides, parallel=parallel)
-    return engine.run(job, lambda _event: None)
+    return engine.run(job, lambda _event: None, executor=session.executor(scheduler))
 
 
 def _show_plan(started: Started, looked: Results, *, json: bool) -> None:
@@ -371,13 +379,13 @@ def _ask(history: History, inventory: str, *, pause: bool, json: bool) -> None:
 
 
 def _resumed(
-    log: RolloutLog, digest: str, inventory: str, overrides: Mapping[str, Any], exclude: Sequence[str]
+    log: RolloutLog, digest: str, look: Callable[[Sequence[str]], Results], exclude: Sequence[str]
 ) -> Resumed:
     state = log.rollout
     without = tuple(name for name in state.states if any(fnmatchcase(name, pattern) for pattern in exclude))
     is_unpinned = False
     if state.pinned and digest == state.digest:
-        looked = _look(inventory, sorted(state.pinned - set(without)), overrides, engine.HOSTS_PER_WORKER)
+        looked = look(sorted(state.pinned - set(without)))
         pins = [host.pin for host in looked.hosts.values()]
         is_silent = any(host.status == "unknown" for host in looked.hosts.values())
         is_unpinned = not is_silent and all(pin is None or pin.digest != digest for pin in pins)

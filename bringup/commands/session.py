@@ -136,10 +136,14 @@ def carry_out(job: engine.Job, *, json_output: bool, events_to: str | None, sche
             if recorder is not None:
                 recorder(event)
 
-        return engine.run(job, on_event, executor=_executor(scheduler))
+        return engine.run(job, on_event, executor=executor(scheduler))
 
 
-def _executor(scheduler: str | None) -> engine.Executor | None:
+def executor(scheduler: str | None) -> engine.Executor | None:
+    """Return what runs shards on a Dask cluster; None where no scheduler is named.
+
+    Raises InputError without Dask, and for a scheduler that others could use.
+    """
     if scheduler is None:
         return None
     try:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from bringup.report.records import RolloutResults
-from tests import postgresql_server
-from tests.e2e import variant
+from tests import dask_cluster, postgresql_server
+from tests.e2e import crash, variant
 from tests.e2e.conftest import lock_stacks
 from tests.e2e.rig import BRINGUP, Rig, must
 from tests.lab.conftest import open_lab
@@ -25,8 +25,8 @@ from tests.lab.conftest import open_lab
 pytestmark = [pytest.mark.lab, pytest.mark.fleet, pytest.mark.timeout(900)]
 
 RANGE = "10.92.7.0/24"
-HOSTS = tuple(f"gpu-{at:02d}" for at in range(1, int(os.environ.get("BRINGUP_TEST_FLEET") or 4) + 1))
-"""Four show everything that six do, in two thirds of the time; BRINGUP_TEST_FLEET asks for another number."""
+HOSTS = tuple(f"gpu-{at:02d}" for at in range(1, int(os.environ.get("BRINGUP_TEST_FLEET") or 6) + 1))
+"""BRINGUP_TEST_FLEET asks for another number; four show everything that six do."""
 
 CANARY, OTHERS = HOSTS[0], HOSTS[1:]
 
@@ -246,3 +246,31 @@ def test_of_two_controllers_with_one_history_one_drives_and_the_other_says_who_d
         rf"driven by \S+ \(pid {winner}\).*since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC", said[loser][1], re.S
     )
     assert RolloutResults.model_validate_json(said[winner][0]).status == "done"
+
+
+def test_a_killed_dask_worker_that_held_a_host_is_replaced_and_nothing_is_done_twice(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    hosts = HOSTS[-2:]
+    before = {host: fleet.rig.serving(host) for host in hosts}
+    with dask_cluster.started(tmp_path, fleet.rig.environment) as cluster:
+        rig = Rig(fleet.rig.lab, tmp_path, environment=cluster.environment)
+        options = [*next(crash.stacks(rig, first=1)), "--executor", cluster.address]
+        controller, place, lost = crash.Controller(rig, hosts, options), crash.Place(), None
+        for event in controller:
+            point = place.add(event) if event.get("host") == hosts[0] else None
+            # It holds its hosts' locks now, and a builder is at work there.
+            if lost is None and point is not None and point.step == "environment":
+                (lost,) = cluster.at_work()
+                lost.kill()
+        ended = controller.ended()
+    assert lost is not None, "no environment was built"
+    ended.must_be_verified(*hosts)
+    told = [event["host"] for event in ended.events if event["event"] == "host_done"]
+    assert sorted(told) == sorted(hosts)
+    assert [event for event in ended.events if event["event"] == "worker_lost"] == []
+    for host in hosts:
+        assert crash.leftovers(rig.lab, host) == ""
+        assert fleet.rig.serving(host) != before[host]
+    again = crash.apply(rig, hosts, options[: options.index("--executor")])
+    assert [again.host(host)["changes"] for host in hosts] == [0, 0]
