@@ -43,6 +43,15 @@ RUN_ID = os.environ.get("BRINGUP_RUN_ID") or uuid.uuid4().hex[:12]
 """Identifies this process's run on every host; the command line sets it for its workers."""
 
 
+class Across(BaseModel):
+    """Which hosts ``verify --across`` measures together, the meeting point first, and the port there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hosts: tuple[str, ...]
+    port: int
+
+
 class Settings(BaseModel):
     """What an inventory may say about a host besides how to reach it: its data keys ``bringup_*``.
 
@@ -50,7 +59,8 @@ class Settings(BaseModel):
     replaces index URLs by name (a site mirror); ``apt_url`` and ``apt_key`` likewise for NVIDIA's
     repository, ``apt_key`` being the path of a key file on the controller. URLs may hold user and password, which
     travel apart from them. ``drain`` and ``undrain`` are commands
-    run on the controller. ``only`` None means all steps.
+    run on the controller. ``rendezvous`` is the address by which other hosts reach this one; None: its ssh address.
+    ``only`` None means all steps.
     The keys from ``only`` on are options of one run; the command line sets them.
     """
 
@@ -68,6 +78,7 @@ class Settings(BaseModel):
     proxy: str | None = None
     drain: str | None = None
     undrain: str | None = None
+    rendezvous: str | None = None
     only: tuple[str, ...] | None = None
     force: bool = False
     deep: bool = False
@@ -76,6 +87,7 @@ class Settings(BaseModel):
     work_wait_s: float = 1800.0
     who: str = ""
     profile: Literal["quick", "full"] | None = None
+    across: Across | None = None
     rollback_to: str | None = None
     rollback_from: str | None = None
     rollback_reason: str = ""

@@ -45,6 +45,7 @@ from bringup.host_state import HostState, Unknown
 from bringup.report import events
 from bringup.report.masking import Masker
 from bringup.report.results import (
+    AcrossResult,
     BackendResult,
     DifferenceResult,
     EnvironmentResult,
@@ -160,6 +161,8 @@ class Worker:
                 taken = BackendResult.model_validate(content)
                 about.is_slow |= taken.verdict == "fail"
                 self._write(events.MeasurementTaken(**self._common(host), measurement=taken))
+            case "across":
+                self._write(events.AcrossMeasured(**self._common(host), across=AcrossResult.model_validate(content)))
             case "command":
                 sent = shown(str(content["command"]))
                 self._write(events.CommandStarted(**self._common(host), number=content["number"], command=sent))
@@ -337,7 +340,8 @@ class Worker:
         for host in list(self.state.active_hosts):
             if host not in hosts:
                 self.state.active_hosts.discard(host)
-        file = entry_file(self.shard.command)
+        is_across = bool(self.shard.overrides.get("across"))
+        file = entry_file(self.shard.command, is_across=is_across)
         self.state.set_stage(StateStage.Prepare)
         self.state.current_deploy_filename = str(file)
         self._each(hosts, lambda _: exec_file(str(file)))
@@ -348,7 +352,11 @@ class Worker:
             except PyinfraError:
                 return  # no host is left to act on; each has its problem told
         self.state.set_stage(StateStage.Execute)
-        run_ops(self.state, no_wait=True)
+        try:
+            # Across hosts each operation waits for all of them: nobody starts before everybody holds its lock.
+            run_ops(self.state, no_wait=not is_across)
+        except PyinfraError:
+            return  # no host is left to act on; each says so itself
 
     # ------------------------------------------------------------ the end
 
@@ -478,11 +486,11 @@ def step_of(state: State, op_hash: str) -> str:
     return name.split(" | ")[0].lower() if " | " in name else "other"
 
 
-def entry_file(command: Command) -> Path:
+def entry_file(command: Command, *, is_across: bool = False) -> Path:
     """Return the file that pyinfra runs for a command."""
-    if command != "rollback":
+    if command != "rollback" and not is_across:
         return paths.deploy_file()
-    spec = importlib.util.find_spec("tasks.rollback")
+    spec = importlib.util.find_spec("tasks.rollback" if command == "rollback" else "tasks.verify_across")
     if spec is None or spec.origin is None:
         raise InputError("the package tasks is not installed", hint="install bringup again")
     return Path(spec.origin)

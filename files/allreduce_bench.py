@@ -6,10 +6,12 @@ Usage:
                      [--backends NAME,...] [--require NAME,...] [--payloads BYTES,...] [--hidden-size N]
                      [--dtype bfloat16|float16|float32] [--seed N] [--allow-multicast]
                      [--timeout S] [--setup-timeout S] [--backend-timeout S] [--output FILE]
+                     [--node-output FILE]
 
 It needs torch and nothing else, and starts its own ranks, one process a GPU. Under torchrun (or with RANK,
 WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set) it is one rank of a job that somebody else started,
-on one host or across several; then rank 0 writes the document.
+on one host or across several; then rank 0 writes the document. Backends that work within one host only are
+missing across several, with that reason. A rank ends with the torchrun that started it.
 
   --ranks            processes to start; auto: every visible GPU, or 2 on CPU. At least 2.
   --device           auto takes CUDA when a GPU answers, else gloo on CPU; the document says which.
@@ -22,6 +24,7 @@ on one host or across several; then rank 0 writes the document.
   --timeout          seconds for everything (180); --setup-timeout until the first backend starts (120);
                      --backend-timeout for each backend (60).
   --output           the document is also written here, atomically, with mode 0644.
+  --node-output      under torchrun: each host's first rank keeps here how far it came, whatever becomes of rank 0.
 
 The last line of stdout is the document; everything else goes to stderr. Exit status: 0 measured, 1 crash or
 timeout, 2 usage or environment, 4 a required backend is missing, 5 a wrong result. The document is printed and
@@ -38,6 +41,7 @@ import collections
 import ctypes
 import datetime
 import faulthandler
+import fcntl
 import glob
 import importlib
 import json
@@ -370,6 +374,8 @@ _LOG_CHANNELS = re.compile(
 )
 _LOG_CHOICE = re.compile(r"AllReduce: (\d+) Bytes -> Algo (\S+) proto (\S+) channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\}")
 _LOG_ENVIRONMENT = re.compile(r"(NCCL_\w+) set by (?:environment|env|user) to ['\"]?([^'\"\s]*?)['\"]?\.?$")
+_LOG_DEVICES = re.compile(r"NET/(\S+) : Using (\[0\].*)")
+_LOG_DEVICE = re.compile(r"\[\d+\](\S+)")
 _LOG_NETWORK = re.compile(r"Using network (\S+)")
 _LOG_VERSION = re.compile(r"NCCL version (\S+)")
 _LOG_MULTICAST = re.compile(r"NVLS multicast support is (not )?available")
@@ -387,7 +393,7 @@ def parse_nccl_log(lines):
     choices = {}
     settings = {}
     warnings = []
-    found = {"version": None, "network": None, "multicast_available": None}
+    found = {"version": None, "network": None, "network_devices": [], "multicast_available": None}
     for line in lines:
         match = _LOG_LINE.search(line)
         if not match:
@@ -417,6 +423,9 @@ def parse_nccl_log(lines):
         setting = _LOG_ENVIRONMENT.search(text)
         if setting:
             settings[setting.group(1)] = setting.group(2)
+        devices = _LOG_DEVICES.search(text)
+        if devices:
+            found["network_devices"] = _LOG_DEVICE.findall(devices.group(2))
         for name, pattern in (("network", _LOG_NETWORK), ("version", _LOG_VERSION)):
             hit = pattern.search(text)
             if hit:
@@ -816,6 +825,28 @@ def let_nccl_talk(environment, directory):
 # ---------------------------------------------------------------------------------------------- one rank
 
 
+SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def interface_towards(address):
+    """Return the network interface whose IPv4 address this host uses to reach another; None: it cannot be told."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: it only chooses a route
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                request = name.encode()[:15].ljust(40, b"\0")
+                try:
+                    answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+                except OSError:
+                    continue  # it has no IPv4 address
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
+    except OSError:
+        pass
+    return None
+
+
 class Exchange:
     """Hand small JSON values between ranks through the rendezvous store, never through what is measured."""
 
@@ -852,6 +883,8 @@ class Context:
         self.rank = int(os.environ["RANK"])
         self.ranks = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self.node = int(os.environ.get("GROUP_RANK", 0))  # torchrun's number of this host
+        self.nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
         self._tell = tell
         self.spot = (None, time.monotonic())
         self.torch = self.dist = self.exchange = self.device = self.stream = self.dtype = None
@@ -903,6 +936,11 @@ def connect(context):
         torch.zeros(1, device=context.device)
         # The legacy default stream makes NCCL's graphs slower with their length, so nothing is timed on it.
         context.stream = torch.cuda.Stream()
+    if context.nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # gloo takes the address of this host's name, which Debian's /etc/hosts has as 127.0.1.1.
+        name = interface_towards(os.environ["MASTER_ADDR"])
+        if name is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
     context.phase("rendezvous")
     patience = datetime.timedelta(seconds=options.timeout + 60)
     if "BENCH_STORE" in os.environ:
@@ -987,6 +1025,7 @@ def describe(context):
     own = {
         "rank": context.rank,
         "host": socket.gethostname(),
+        "node": context.node,
         "index": context.local_rank,
         "cpu_affinity": cpu_list(os.sched_getaffinity(0)),
     }
@@ -997,10 +1036,13 @@ def describe(context):
     if not context.is_cpu:
         version = torch.cuda.nccl.version()
         nccl = ".".join(str(part) for part in version) if isinstance(version, tuple) else str(version)
+    hosts = sorted({one["host"] for one in everyone})
+    context.nodes = max(context.nodes, len(hosts))
     system = {
         "device": context.device.type,
         "ranks": context.ranks,
-        "hosts": sorted({one["host"] for one in everyone}),
+        "nodes": context.nodes,
+        "hosts": hosts,
         "dtype": context.options.dtype,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
@@ -1129,6 +1171,7 @@ class Backend:
     name = ""
     is_graph = True  # captured in a CUDA graph and replayed, as inference engines do
     is_in_place = False
+    is_within_host = True  # it cannot reach GPUs of another host
     max_payload_bytes = None
     min_payload_bytes = 0
 
@@ -1167,6 +1210,7 @@ class Backend:
 class Gloo(Backend):
     name = "gloo"
     is_graph = False
+    is_within_host = False
     is_in_place = True
 
     def all_reduce(self, elements):
@@ -1201,6 +1245,7 @@ class NcclGraph(Backend):
     """
 
     name = "nccl_graph"
+    is_within_host = False
 
     def __init__(self, context, largest_bytes):
         reason = self.bind(context)
@@ -1835,6 +1880,9 @@ def root_line(error):
 def run_backend(context, kind, payloads, fault):
     """Set up, check and time one backend; tell its state."""
     name = kind.name
+    if kind.is_within_host and context.nodes > 1:
+        context.tell("backend", name=name, state="missing", reason="it works within one host only")
+        return
     fitting = [
         payload
         for payload in payloads
@@ -1945,12 +1993,32 @@ def start_watchdog(context, report):
             elif parent and os.getppid() != parent:
                 os._exit(CRASHED)
             if reason:
+                if report is not None and context.rank:
+                    context.tell(
+                        "error", message="{}{}".format(reason[1], where(report.rank(context.rank))), traceback=""
+                    )
                 if report is not None and context.rank == 0:
                     report.failure(reason[0], reason[1] + where(report.rank(0)), 0, backend)
                     report.finish(*report.status([]))
                 os._exit(CRASHED)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def noting(report, path):
+    """Return what takes in events of this rank and keeps at ``path`` how far it came, for whoever looks afterwards."""
+
+    def tell(event):
+        report.feed(event)
+        if event["event"] in ("phase", "error", "done"):
+            note = dict(report.rank(event["rank"]), schema=SCHEMA, program="allreduce_bench_node")
+            note.update(node=int(os.environ.get("GROUP_RANK", 0)), nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)))
+            try:
+                write_atomically(path, json.dumps(note) + "\n")
+            except OSError as error:
+                print("cannot write {}: {}".format(path, error), file=sys.stderr)
+
+    return tell
 
 
 def worker_main(options):
@@ -1968,11 +2036,17 @@ def worker_main(options):
             pipe.write(json.dumps(event) + "\n")
             pipe.flush()
     else:
-        report = Report(options, "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "environment")
+        is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        if is_torchrun:
+            # torchrun's main thread started it; a torchrun that is killed must leave no rank (PR_SET_PDEATHSIG).
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+        report = Report(options, "torchrun" if is_torchrun else "environment")
         if os.environ["RANK"] == "0":
             report.log_directory = tempfile.mkdtemp(prefix="allreduce-bench-")
             let_nccl_talk(os.environ, report.log_directory)
         tell = report.feed
+        if options.node_output and os.environ.get("LOCAL_RANK") == "0":
+            tell = noting(report, options.node_output)
     if not options.allow_multicast:
         # torch makes multicast objects with every symmetric allocation where the GPUs can, asked for or not.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
@@ -2056,6 +2130,7 @@ def parser():
     line.add_argument("--setup-timeout", type=positive, default=120.0)
     line.add_argument("--backend-timeout", type=positive, default=60.0)
     line.add_argument("--output", default=None)
+    line.add_argument("--node-output", default=None)
     line.add_argument("--inject", type=Fault, default=None, help=argparse.SUPPRESS)
     line.add_argument("--worker-program", default=None, help=argparse.SUPPRESS)
     return line

@@ -113,9 +113,9 @@ def converges(
 def is_chosen(module: str, only: tuple[str, ...] | None) -> bool:
     """Return whether an operation of a task module belongs to the steps that were asked for.
 
-    The package source serves the driver step; the lock and preflight are always taken.
+    The package source serves the driver step, the run across hosts the proof; the lock and preflight are always taken.
     """
-    step = {"tasks.apt": "driver"}.get(module, module.removeprefix("tasks."))
+    step = {"tasks.apt": "driver", "tasks.across": "verify"}.get(module, module.removeprefix("tasks."))
     return only is None or step in only or step in ("lock", "preflight")
 
 

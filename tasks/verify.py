@@ -341,15 +341,21 @@ def scripted(
 
     The status of the command is 0 whatever the script's was: a document that says why is worth more.
     """
-    source = (paths.files() / f"{name}.py").read_bytes()
-    script = f"/run/bringup/{name}-{hashlib.sha256(source).hexdigest()[:12]}.py"
-    push(context.host, script, source, mode="0600")
+    script = sent(context.host, name)
     python = proved.python if name == "allreduce_bench" else "python3"
     environment = {**environment_variables(context, proved), **(extra or {})}
     variables = [f"{key}={value}" for key, value in sorted(environment.items())]
     command = [python, script, *arguments, "--output", output_path(name)]
     argv = ["env", "-i", *variables, "sh", "-c", _SCRIPTED, output_path(name), *command]
     return do(f"verify-{name}", argv, limit_s=limit_s, detach=True)
+
+
+def sent(host: Host, name: str) -> str:
+    """Send one of ``files/*.py`` and return where it lies on the host; its name changes with its content."""
+    source = (paths.files() / f"{name}.py").read_bytes()
+    script = f"/run/bringup/{name}-{hashlib.sha256(source).hexdigest()[:12]}.py"
+    push(host, script, source, mode="0600")
+    return script
 
 
 # What an earlier run left must not be taken for this one's answer; and what a host's settings are is for root.

@@ -165,7 +165,7 @@ Detector = Callable[[Scene], Iterator[Cause]]
 def sockets(scene: Scene) -> Iterator[Cause]:
     """NCCL moves data between GPUs of one host through the network stack."""
     log = scene.document.nccl_log
-    if log is None or len(scene.document.system.hosts) != 1 or not log.share("NET/"):
+    if log is None or scene.document.system.is_across or not log.share("NET/"):
         return
     names = sorted(name for name in log.transports if name.startswith("NET/"))
     witnesses = [f"NCCL connected {sum(log.transports.values())} times through {', '.join(names)}"]

@@ -20,11 +20,12 @@ class _Model(BaseModel):
 
 
 class Gpu(_Model):
-    """One rank's GPU. On CPU only rank, host and affinity are known."""
+    """One rank's GPU; ``node`` is torchrun's number of its host. On CPU a GPU's own fields are None."""
 
     rank: int
     host: str
     index: int
+    node: int = 0
     cpu_affinity: str | None = None
     name: str | None = None
     uuid: str | None = None
@@ -45,12 +46,18 @@ class System(_Model):
 
     device: Literal["cuda", "cpu"] | None = None
     ranks: int = 0
+    nodes: int = 1
     hosts: tuple[str, ...] = ()
     dtype: str | None = None
     torch: str | None = None
     nccl: str | None = None
     driver: str | None = None
     gpus: tuple[Gpu, ...] = ()
+
+    @property
+    def is_across(self) -> bool:
+        """Return whether several hosts took part."""
+        return max(self.nodes, len(self.hosts)) > 1
 
 
 class BackendState(_Model):
@@ -150,6 +157,7 @@ class NcclLog(_Model):
 
     version: str | None = None
     network: str | None = None
+    network_devices: tuple[str, ...] = ()
     multicast_available: bool | None = None
     transports: Mapping[str, int] = Field(default_factory=dict)
     connected_channels: int = 0
@@ -266,6 +274,34 @@ class Document(_Model):
         for choice in self.nccl_log.choices if self.nccl_log else ():
             if choice.payload_bytes == payload_bytes:
                 return choice
+        return None
+
+
+class Note(_Model):
+    """How far the first rank of one host came, as it noted itself."""
+
+    program: Literal["allreduce_bench_node"]
+    node: int
+    rank: int
+    phase: str | None = None
+    backend: str | None = None
+    payload_bytes: int | None = None
+    is_done: bool = False
+    error: Mapping[str, str] | None = None
+
+    @property
+    def place(self) -> str:
+        """Return where it was, as a person reads it."""
+        of = f" of {self.backend}" if self.backend else ""
+        at = f" at {self.payload_bytes} bytes" if self.payload_bytes else ""
+        return f"{self.phase or 'start-up'}{of}{at}"
+
+
+def parse_note(answer: object) -> Note | None:
+    """Return the typed note; None where there is none or it cannot be read, which says no more than none."""
+    try:
+        return Note.model_validate(answer)
+    except ValidationError:
         return None
 
 

@@ -158,7 +158,7 @@ class Table(BaseModel):
         machine, model = self.machine_of(document), document.model
         multicast = expected_multicast(document, machine, is_multicast_allowed)
         has_p2p = should_have_p2p(document, machine)
-        if model is None or document.system.device != "cuda" or len(document.system.hosts) > 1:
+        if model is None or document.system.device != "cuda" or document.system.is_across:
             return
         link = machine.link if machine else None
         for row in self.limit:

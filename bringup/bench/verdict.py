@@ -352,7 +352,7 @@ def _of_table(scene: Scene) -> Iterator[Finding]:
         limit.metric == "busbw_gb_per_s"
         for limit in scene.table.limits_of(document, is_multicast_allowed=scene.is_multicast_allowed)
     )
-    if not has_bandwidth_limit and len(document.system.hosts) <= 1:
+    if not has_bandwidth_limit and not document.system.is_across:
         yield Finding(
             code="BU-VFY-221",
             severity="info",

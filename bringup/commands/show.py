@@ -7,7 +7,7 @@ import json
 from rich.console import Console
 from rich.text import Text
 
-from bringup.report.results import FindingResult, HostResult, Results
+from bringup.report.results import AcrossResult, FindingResult, HostResult, Results
 
 _STYLE = {
     "ok": "green",
@@ -26,7 +26,22 @@ def results(console: Console, document: Results, *, verbose: bool = False) -> No
     source = document.stack.name if document.stack else ""
     for name, host in document.hosts.items():
         _host(console, name, host, width, source, verbose=verbose)
+    if document.across is not None:
+        _across(console, document.across, width)
     _summary(console, document)
+
+
+def _across(console: Console, across: AcrossResult, width: int) -> None:
+    """Print what was measured across hosts; what was not is said by their findings, or here where nothing was run."""
+    through = f" over {across.network} ({', '.join(across.network_devices)})" if across.network else ""
+    where = f"{len(across.hosts)} hosts, {across.ranks} ranks{through}" if across.ranks else ", ".join(across.hosts)
+    _line(console, "across", across.state, where, width, "green" if across.state == "measured" else "yellow")
+    if across.reason:
+        _detail(console, "cause:", across.reason, width)
+    for backend in across.backends:
+        if backend.state == "measured":
+            _backend(console, "across", backend, width)
+            _detail(console, "", f"{backend.latency_us or 0:.1f} us; {backend.reason}", width)
 
 
 def _line(console: Console, host: str, mark: str, text: str, width: int, style: str) -> None:

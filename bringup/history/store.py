@@ -131,6 +131,8 @@ class History:
                 return
             case events.CommandStarted():
                 return  # for the live stream only: commands would fill the history and tell nothing later
+            case events.AcrossMeasured():
+                return  # no host's figure: nothing of one host may ever be compared with it
             case events.RolloutTold():
                 return  # its log keeps it
             case events.StepStarted() | events.HostConnected():

@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from bringup.finding import Finding
 from bringup.report.results import (
+    AcrossResult,
     BackendResult,
     DifferenceResult,
     EnvironmentResult,
@@ -113,6 +114,13 @@ class MeasurementTaken(_HostEvent):
     measurement: BackendResult
 
 
+class AcrossMeasured(_HostEvent):
+    """All-reduce across hosts ended, well or not; ``host`` is the one where they met."""
+
+    event: Literal["across"] = "across"
+    across: AcrossResult
+
+
 class HostDone(_HostEvent):
     """The run is finished with a host, well or not. What earlier events told is not repeated here."""
 
@@ -168,6 +176,7 @@ Event = Annotated[
     | FindingSeen
     | DifferenceSeen
     | MeasurementTaken
+    | AcrossMeasured
     | HostDone
     | WorkerLost
     | RolloutTold
@@ -198,6 +207,7 @@ class Collector:
     def __init__(self) -> None:
         self.started: RunStarted | None = None
         self.done: RunDone | None = None
+        self.across: AcrossResult | None = None
         self._hosts: dict[str, list[Event]] = {}
         self._lost: set[str] = set()
         self._changes_lost: dict[str, int] = {}
@@ -213,6 +223,8 @@ class Collector:
                 self.done = event
             case WorkerLost():
                 self._lost.update(host for host in event.hosts if not self._is_done(host))
+            case AcrossMeasured():
+                self.across = event.across
             case RolloutTold():
                 pass  # the rollout has a document of its own
             case _:
@@ -233,6 +245,7 @@ class Collector:
             {host: _host_result(events, self._changes_lost.get(host, 0)) for host, events in self._hosts.items()},
             stack=stack,
             run=self.started.run if self.started else None,
+            across=self.across,
         )
 
     def _is_done(self, host: str) -> bool:

@@ -125,6 +125,25 @@ class VerificationResult(Model):
     backends: tuple[BackendResult, ...] = ()
 
 
+class AcrossResult(Model):
+    """Say what an all-reduce across hosts gave, or why it gave nothing.
+
+    ``hosts`` took part, the meeting point first. ``network`` is what NCCL calls its network, such as IB or Socket, and
+    None where NCCL did not run. ``not_run``: nothing was started. No backend has a verdict: no limits are known
+    across hosts.
+    """
+
+    hosts: tuple[str, ...]
+    state: Literal["measured", "failed", "not_run"]
+    reason: str | None = None
+    device: Literal["cuda", "cpu"] | None = None
+    ranks: Annotated[int, Field(ge=0)] = 0
+    network: str | None = None
+    network_devices: tuple[str, ...] = ()
+    transports: dict[str, int] = {}
+    backends: tuple[BackendResult, ...] = ()
+
+
 class PinResult(Model):
     """Say that a digest was rolled back here and must not return by itself.
 
@@ -203,7 +222,10 @@ class Summary(Model):
 
 
 class Results(Model):
-    """Be the one document of a command. ``stack`` None: the hosts had no stack in common."""
+    """Be the one document of a command. ``stack`` None: the hosts had no stack in common.
+
+    ``across`` None: nothing was asked across hosts.
+    """
 
     schema_: Annotated[Literal[1], Field(alias="schema")] = 1
     command: str
@@ -211,10 +233,17 @@ class Results(Model):
     stack: StackRef | None = None
     summary: Summary
     hosts: dict[str, HostResult]
+    across: AcrossResult | None = None
 
     @classmethod
     def of(
-        cls, command: str, hosts: Mapping[str, HostResult], *, stack: StackRef | None, run: str | None = None
+        cls,
+        command: str,
+        hosts: Mapping[str, HostResult],
+        *,
+        stack: StackRef | None,
+        run: str | None = None,
+        across: AcrossResult | None = None,
     ) -> Self:
         """Put the hosts into one document, in order of their names, with the summary counted."""
         ordered = {name: hosts[name] for name in sorted(hosts)}
@@ -223,7 +252,7 @@ class Results(Model):
         if command == "plan":
             planned = sum(len(host.differences) for host in ordered.values())
             summary = summary.model_copy(update={"changes": planned, "changed": 0})
-        return cls(command=command, run=run, stack=stack, summary=summary, hosts=ordered)
+        return cls(command=command, run=run, stack=stack, summary=summary, hosts=ordered, across=across)
 
     @property
     def exit_code(self) -> int:

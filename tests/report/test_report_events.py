@@ -13,6 +13,7 @@ from bringup import paths
 from bringup.finding import Finding
 from bringup.report import events
 from bringup.report.results import (
+    AcrossResult,
     BackendResult,
     DifferenceResult,
     HostResult,
@@ -37,6 +38,7 @@ ALL: list[events.Event] = [
     events.FindingSeen.of(Finding("BU-LNK-001", "warning", "c", "r", {"found": None}), time_s=1.5, run="r1", host="h"),
     events.DifferenceSeen(**ON, difference=DifferenceResult(path="p", wanted="w", found=None)),
     events.MeasurementTaken(**ON, measurement=NCCL),
+    events.AcrossMeasured(**ON, across=AcrossResult(hosts=("gpu-01", "gpu-02"), state="measured", backends=(NCCL,))),
     events.HostDone(**ON, status="ok", changes=1, verification=VerificationResult(state="verified")),
     events.WorkerLost(**AT, worker="w1", hosts=("gpu-01",), why="SIGKILL"),
     events.RolloutTold.of(Observed(2.0, ("a",)), advance(ROLLOUT, Observed(2.0, ("a",))), run="r1"),
