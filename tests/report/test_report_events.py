@@ -38,11 +38,11 @@ ALL: list[events.Event] = [
     events.FindingSeen.of(Finding("BU-LNK-001", "warning", "c", "r", {"found": None}), time_s=1.5, run="r1", host="h"),
     events.DifferenceSeen(**ON, difference=DifferenceResult(path="p", wanted="w", found=None)),
     events.MeasurementTaken(**ON, measurement=NCCL),
-    events.AcrossMeasured(**ON, across=AcrossResult(hosts=("gpu-01", "gpu-02"), state="measured", backends=(NCCL,))),
     events.HostDone(**ON, status="ok", changes=1, verification=VerificationResult(state="verified")),
     events.WorkerLost(**AT, worker="w1", hosts=("gpu-01",), why="SIGKILL"),
     events.RolloutTold.of(Observed(2.0, ("a",)), advance(ROLLOUT, Observed(2.0, ("a",))), run="r1"),
     events.RunDone(**AT, exit_code=0, seconds=3.0),
+    events.AcrossMeasured(**ON, across=AcrossResult(hosts=("gpu-01", "gpu-02"), state="measured", backends=(NCCL,))),
 ]
 
 
@@ -82,6 +82,7 @@ def test_a_whole_run_gives_its_results() -> None:
         verification=VerificationResult(state="verified", backends=(NCCL,)),
     )
     assert results.hosts["gpu-02"] == HostResult(status="unknown", why="the run ended before this host was done")
+    assert results.across == AcrossResult(hosts=("gpu-01", "gpu-02"), state="measured", backends=(NCCL,))
 
 
 def test_events_of_hosts_may_come_in_any_mixture() -> None:
