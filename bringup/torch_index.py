@@ -104,9 +104,11 @@ class TorchIndex:
 
     @property
     def catalogue(self) -> tuple[TorchRelease, ...]:
-        """Return every known build, by which the guard tells what fits; of each version one."""
-        chosen = {build.public: build for build in reversed(self.builds)}
-        return tuple(self._releases[build.version] for build in reversed(chosen.values()))
+        """Return every known build, by which the guard tells what fits; of each version one, for CUDA if there is."""
+        chosen: dict[str, IndexedTorch] = {}
+        for build in sorted(self.builds, key=lambda build: build.cuda is None):
+            chosen.setdefault(build.public, build)
+        return tuple(self._releases[build.version] for build in self.builds if chosen[build.public] is build)
 
     def catalogue_with(self, release: TorchRelease) -> tuple[TorchRelease, ...]:
         """Return every known build, ``release`` standing for its version."""

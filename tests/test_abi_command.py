@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -537,6 +538,28 @@ def test_the_lock_refuses_what_would_not_load(stack):
     assert not stack.with_name("demo.lock.toml").exists()
 
 
+def test_a_proposal_names_the_torch_that_fits(stack):
+    stack.write_text(STACK.replace("TORCH", "2.10.0"))
+    options = (str(stack), "--propose", "--platform", "cp312-x86_64")
+    status, out, _ = run(*options, "--json", app=locking)
+    document = json.loads(out)
+    assert (status, document["proposal"]["changes"]) == (0, {"torch": {"from": "2.10.0", "to": "2.9.1"}})
+    assert list(document["tried"]) == ["2.10.0"]
+    assert DEMANGLED[LOGGER] in document["tried"]["2.10.0"]
+    status, out, err = run(*options, app=locking)
+    assert (status, out.split()) == (0, ["torch", "2.10.0", "->", "2.9.1"])
+    assert "torch 2.10.0 is given up: demo_kernel-0.3.21" in err
+
+
+def test_no_proposal_names_every_torch_that_was_tried(stack):
+    none = shared_object(needed=["libc10_cuda.so"], undefined=["_ZN3c104noneEv"], exports=["PyInit_x"])
+    add_to_index(stack.parent / "simple", "demo-kernel", "0.3.21", {"demo_kernel/ops.abi3.so": none})
+    stack.write_text(STACK.replace("TORCH", "2.10.0"))
+    status, out, err = run(str(stack), "--propose", "--platform", "cp312-x86_64", app=locking)
+    assert (status, out) == (1, "")
+    assert "no set was found that fits; tried torch 2.10.0, 2.9.1" in err
+
+
 def test_the_lock_holds_the_verdict(stack):
     add = STACK.replace('"demo-kernel==0.3.21"', '"demo-kernel==0.3.22"')
     add_to_index(
@@ -654,3 +677,13 @@ def test_what_is_loaded_on_demand_is_there(package):
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         module.nothing  # noqa: B018
+
+
+def test_of_each_torch_the_build_for_cuda_tells_what_fits(here):
+    shipped = torch_index.load().get("2.13.0")
+    assert shipped is not None
+    torch_index.add(dataclasses.replace(shipped, version="2.13.0+cpu", cuda=None))
+    index = torch_index.load()
+    assert [build.version for build in index.builds if build.public == "2.13.0"] == ["2.13.0+cpu", shipped.version]
+    assert [each.version for each in index.catalogue if each.version.startswith("2.13.0")] == [shipped.version]
+    assert index.find("2.13.0+cpu").cuda is None

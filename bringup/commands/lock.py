@@ -204,25 +204,22 @@ def _propose(stack: Stack, platforms: Sequence[str], console: Console, *, json: 
     found = propose_newest(stack, name, sources, judge=WheelGuard(sources, say), say=say)
     if json:
         proposal = None
-        if found is not None:
+        if found.stack is not None:
             proposal = {
                 "changes": {each: {"from": old, "to": new} for each, (old, new) in found.changes.items()},
                 "limits": dict(found.left_out),
             }
-        print(
-            jsonlib.dumps(
-                {"schema": 1, "command": "lock", "platform": name, "proposal": proposal},
-                indent=2,
-            )
-        )
-    elif found is None:
-        console.print("no set was found that fits", soft_wrap=True)
+        document = {"schema": 1, "command": "lock", "platform": name, "proposal": proposal, "tried": dict(found.tried)}
+        print(jsonlib.dumps(document, indent=2))
+    elif found.stack is None:
+        tried = f"; tried torch {', '.join(found.tried)}" if found.tried else ""
+        console.print(f"no set was found that fits{tried}", soft_wrap=True, highlight=False)
     elif not found.changes:
         console.print("the stack is the newest set that fits", soft_wrap=True)
     else:
         for each, (old, new) in found.changes.items():
             print(f"{each:<32}{old} -> {new}")
-    if found is None:
+    if found.stack is None:
         raise typer.Exit(1)
 
 

@@ -124,6 +124,8 @@ def _torch_by_runtime(stack: Stack, files: Iterable[LockedFile]) -> Iterable[Fin
     torch = versions.get("torch")
     if torch is None or cuda_labels(torch):
         return
+    if (Version(torch).local or "").split(".")[0] == "cpu":
+        yield _torch_build(stack, f"torch {torch}", None, "its label says so")
     for name, version in sorted(versions.items()):
         if re.fullmatch(r"nvidia-cuda-runtime(-cu\d+)?", name):
             toolkit = ".".join(str(part) for part in Version(version).release[:2])
@@ -137,12 +139,15 @@ def _torch_by_itself(stack: Stack, contents: Mapping[str, Contents]) -> Iterable
         yield _torch_build(stack, "torch", torch.torch_cuda, "its version file says so")
 
 
-def _torch_build(stack: Stack, version: str, found: str, why: str) -> Finding:
+def _torch_build(stack: Stack, version: str, found: str | None, why: str) -> Finding:
+    """Return the finding for a torch that is built for another toolkit; ``found`` None: for the CPU alone."""
+    built_for = f"CUDA {found}" if found else "the CPU alone"
     return Finding(
         code=TORCH_BUILD,
         severity="error",
-        cause=f"{version} is built for CUDA {found}, the stack says {stack.python.cuda}; {why}",
-        remedy=f"require the {stack.python.cuda_label} build and name its index, or set python.cuda to {found}",
+        cause=f"{version} is built for {built_for}, the stack says {stack.python.cuda}; {why}",
+        remedy=f"require the {stack.python.cuda_label} build and name its index"
+        + (f", or set python.cuda to {found}" if found else ""),
         evidence={"wanted": stack.python.cuda, "found": found},
     )
 

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from bringup.finding import Finding
 from bringup.locking import http
-from bringup.locking.checks import Contents, check_contents, check_verdicts, check_versions
+from bringup.locking.checks import TORCH_BUILD, Contents, check_contents, check_verdicts, check_versions
 from bringup.locking.resolve import ResolvedFile, ResolvedPlatform, resolve
 from bringup.locking.settings import Sources
 from bringup.stack import Lock, LockedWheels, Stack
@@ -82,11 +82,14 @@ def lock_wheels(
         resolved = _with_sizes(tuple(pool.map(one, platforms)), sources)
     finished, findings = [], {}
     for platform in resolved:
-        judgement = judge(stack, platform) if judge else Judgement()
+        by_version = check_versions(stack, platform.locked())
+        # What loads beside a torch that has to go says nothing about the one that will be there.
+        is_torch_wrong = any(finding.code == TORCH_BUILD for finding in by_version)
+        judgement = judge(stack, platform) if judge and not is_torch_wrong else Judgement()
         platform = platform.updated({file: {"verdict": said} for file, said in judgement.verdicts.items()})
         finished.append(platform)
         findings[platform.platform] = (
-            *check_versions(stack, platform.locked()),
+            *by_version,
             *check_contents(stack, judgement.contents),
             *check_verdicts(stack, judgement.verdicts, judgement.broken),
         )

@@ -69,6 +69,11 @@ def test_cuda_labels(version: str, wanted: tuple[str, ...]) -> None:
             [("BU-ENV-303", "torch 2.9.1 is built for CUDA 12.8, the stack says 13.0; it brings nvidia-cuda-runtime-cu12 12.8.90")],
             id="torch without a label, by its runtime",
         ),
+        pytest.param(
+            ["torch==2.13.0+cpu"],
+            [("BU-ENV-303", "torch 2.13.0+cpu is built for the CPU alone, the stack says 13.0; its label says so")],
+            id="torch for the CPU",
+        ),
         pytest.param(["torch==2.14.1", "nvidia-cuda-runtime==13.0.96"], [], id="torch of the stack's CUDA"),
         pytest.param(
             ["torch==2.15.0", "nvidia-cuda-runtime==13.2.75"],
