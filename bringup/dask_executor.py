@@ -32,6 +32,7 @@ from distributed.security import Security
 
 from bringup.engine import Line
 from bringup.errors import BringupError, InputError
+from bringup.stack import load_stack
 
 ATTEMPTS = 3
 """A shard that costs its worker this often is no accident of the workers."""
@@ -219,17 +220,35 @@ def parcel(shard: Mapping[str, Any]) -> dict[str, Any]:
     inventory = Path(shard["inventory"])
     beside = [*inventory.parent.glob("group_data/*.py"), *inventory.parent.glob("stacks/**/*.*")]
     files = {path.relative_to(inventory.parent).as_posix(): path for path in (inventory, *beside) if path.is_file()}
-    named = {}
-    for key in ("stack", "lock"):
-        value = str(shard["overrides"].get(key) or "")
-        if value.endswith(".toml"):
-            named[key] = f"named/{Path(value).name}"
-            files[named[key]] = Path(value)
+    named = _named(shard["overrides"], files)
     try:
         content = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     except OSError as error:
         raise InputError(f"{error.filename} cannot be read", why=error.strerror) from None
     return {"name": inventory.name, "files": content, "named": named}
+
+
+def _named(overrides: Mapping[str, Any], files: dict[str, Path]) -> dict[str, str]:
+    """Add what the command line names, and what that names, and return under which name each key finds it."""
+    named = {}
+    stack, lock = (Path(overrides.get(key) or "") for key in ("stack", "lock"))
+    if stack.suffix == ".toml":
+        named["stack"] = f"named/{stack.name}"
+        files[named["stack"]] = stack
+        beside = stack.with_name(f"{stack.stem}.lock.toml")
+        if not overrides.get("lock") and beside.is_file():
+            files[f"named/{beside.name}"] = beside
+        for patch in load_stack(stack, lock_path=beside).python.patches:
+            if ".." in Path(patch.diff).parts or Path(patch.diff).is_absolute():
+                raise InputError(
+                    f"{stack}: the patch {patch.diff} cannot travel to another machine", hint="put it beside the stack"
+                )
+            files[f"named/{patch.diff}"] = stack.parent / patch.diff
+    if overrides.get("lock"):
+        named["lock"] = "named/locks" if lock.is_dir() else f"named/locks/{lock.name}"
+        for path in lock.glob("*.lock.toml") if lock.is_dir() else (lock,):
+            files[f"named/locks/{path.name}"] = path
+    return named
 
 
 class TicketTaken(Exception):

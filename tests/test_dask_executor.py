@@ -14,7 +14,7 @@ import dask
 import psutil
 import pytest
 
-from bringup import engine
+from bringup import engine, paths
 from bringup.dask_executor import DaskExecutor, check_address, parcel, unpacked
 from bringup.errors import BringupError, InputError
 from bringup.report import events
@@ -51,18 +51,47 @@ def test_a_scheduler_that_others_could_use_is_refused(address: str, message: str
         check_address(address)
 
 
-def test_an_inventory_travels_with_what_stands_beside_it(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    (here / "group_data").mkdir(parents=True)
+PATCH = """
+[[python.patch]]
+distribution = "one"
+version = "1"
+diff = "%s"
+[python.patch.files."one.py"]
+before = "%s"
+after = "%s"
+"""
+
+
+def site(here: Path, diff: str) -> dict[str, object]:
+    """Write an inventory, a stack with a patch beside it and a directory of locks, and return a shard over them."""
+    for directory in ("group_data", "stacks", "locks"):
+        (here / directory).mkdir(parents=True)
     (here / "fleet.py").write_text("fleet = ['gpu-1']")
     (here / "group_data" / "all.py").write_text("bringup_stack = 'lab'")
-    (tmp_path / "next.toml").write_text("schema = 1")
-    shard = {"inventory": str(here / "fleet.py"), "overrides": {"stack": str(tmp_path / "next.toml"), "who": "me"}}
+    (here / "locks" / "next.lock.toml").write_text("schema = 1")
+    (here / "stacks" / "one.diff").write_text("--- a")
+    patch = PATCH % (diff, "0" * 64, "1" * 64)
+    (here / "next.toml").write_text((paths.stacks() / "lab.toml").read_text() + patch)
+    overrides = {"stack": str(here / "next.toml"), "lock": str(here / "locks"), "who": "me"}
+    return {"inventory": str(here / "fleet.py"), "overrides": overrides}
+
+
+def test_an_inventory_travels_with_what_stands_beside_it_and_what_is_named(tmp_path: Path) -> None:
+    shard, there = site(tmp_path / "here", "stacks/one.diff"), tmp_path / "there"
     there.mkdir()
     found = unpacked(json.loads(json.dumps({**shard, "inventory": parcel(shard)})), there)
     assert Path(found["inventory"]).read_text() == "fleet = ['gpu-1']"
     assert (there / "group_data" / "all.py").read_text() == "bringup_stack = 'lab'"
-    assert found["overrides"] == {"stack": str(there / "named" / "next.toml"), "who": "me"}
+    overrides = found["overrides"]
+    assert overrides == {"stack": str(there / "named/next.toml"), "lock": str(there / "named/locks"), "who": "me"}
+    assert (there / "named/stacks/one.diff").read_text() == "--- a"
+    assert (there / "named/locks/next.lock.toml").read_text() == "schema = 1"
+
+
+@pytest.mark.parametrize("diff", ["../one.diff", "/srv/one.diff"])
+def test_a_patch_that_is_not_beside_its_stack_is_refused(tmp_path: Path, diff: str) -> None:
+    with pytest.raises(InputError, match=r"next\.toml: the patch .*one\.diff cannot travel"):
+        parcel(site(tmp_path / "here", diff))
 
 
 # ---------------------------------------------------------------- a cluster
