@@ -252,7 +252,9 @@ def test_a_killed_dask_worker_that_held_a_host_is_replaced_and_nothing_is_done_t
     fleet: Fleet, tmp_path: Path
 ) -> None:
     hosts = HOSTS[-2:]
-    before = {host: fleet.rig.serving(host) for host in hosts}
+    for host in hosts:
+        crash.serve(fleet.rig, host)
+    before = fleet.serving(hosts)
     with dask_cluster.started(tmp_path, fleet.rig.environment) as cluster:
         rig = Rig(fleet.rig.lab, tmp_path, environment=cluster.environment)
         options = [*next(crash.stacks(rig, first=1)), "--executor", cluster.address]
