@@ -8,7 +8,7 @@ know is fetched whole, once.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -24,7 +24,7 @@ from bringup.locking.resolve import ResolvedFile, ResolvedPlatform
 from bringup.locking.settings import Sources
 from bringup.locking.wheels import Judgement
 from bringup.stack import Stack
-from bringup.torch_index import IndexedTorch, TorchIndex
+from bringup.torch_index import CudaWheel, IndexedTorch, TorchIndex
 from bringup.wheels import Archive, Offer, WheelReader, read_wheel, text_of
 
 _AT_ONCE = 4
@@ -41,11 +41,19 @@ class _Look:
 
 
 class WheelGuard:
-    """Judge resolutions: pass it to `bringup.locking.lock_wheels`. What was read serves every platform."""
+    """Judge resolutions: pass it to `bringup.locking.lock_wheels`. What was read serves every platform.
 
-    def __init__(self, sources: Sources, say: Callable[[str], None] = lambda _: None) -> None:
+    A torch that the index of exports does not know is added to it, unless it shall not be kept: a look-alike of a
+    lab must never tell what a real torch has.
+    """
+
+    def __init__(
+        self, sources: Sources, say: Callable[[str], None] = lambda _: None, *, keeps_torch: bool = True
+    ) -> None:
         self._sources = sources
         self._say = say
+        self._keeps_torch = keeps_torch
+        self._unkept: dict[str, IndexedTorch] = {}
         self._known: dict[str, _Look] = {}
         self._counting = Lock()
         self.fetched_bytes = 0
@@ -70,7 +78,9 @@ class WheelGuard:
                 return Judgement(contents)
             machine = resolved.platform.rpartition("-")[2]
             index = torch_index.load(machine)
-            build = self._build(reader, torch, by_file[torch.locked.file].contents, index)
+            build = self._known_build(torch, by_file[torch.locked.file].contents, index)
+            if build is None:
+                build = self._read_build(reader, torch, _cuda_wheels(resolved, contents))
         release = build.release()
         verdicts = {}
         for file, distribution in guarded.items():
@@ -97,10 +107,10 @@ class WheelGuard:
                 self.fetched_bytes += source.fetched_bytes
         return _Look(Contents(facts.record, cuda), facts.distribution if facts.distribution.files else None)
 
-    def _build(self, reader: WheelReader, torch: ResolvedFile, contents: Contents, index: TorchIndex) -> IndexedTorch:
+    def _known_build(self, torch: ResolvedFile, contents: Contents, index: TorchIndex) -> IndexedTorch | None:
         """Return the exports of the locked torch: of that very wheel, or of the same build for another Python.
 
-        Between Pythons only libtorch_python differs, and there only in what no extension uses.
+        Between Pythons only libtorch_python differs, and there only in what no extension uses. None: not known.
         """
         for build in index.builds:
             if build.sha256 == torch.locked.sha256:
@@ -109,10 +119,32 @@ class WheelGuard:
             is_same = Version(build.version).public == Version(torch.locked.version).public
             if is_same and build.sha256 and build.cuda == contents.torch_cuda:
                 return build
+        return self._unkept.get(torch.locked.sha256)
+
+    def _read_build(self, reader: WheelReader, torch: ResolvedFile, cuda_wheels: tuple[CudaWheel, ...]) -> IndexedTorch:
+        """Return the exports of a torch that has to be fetched.
+
+        What is kept for all locks brings the CUDA wheels that it requires, anything else those of this resolution.
+        """
         self._say(f"the index of exports does not know {torch.locked.file}: reading it once")
-        build = torch_index.index_offer(reader, _offer(torch), say=self._say)
-        torch_index.add(build)
+        beside = None if self._keeps_torch else cuda_wheels
+        build = torch_index.index_offer(reader, _offer(torch), cuda_wheels=beside, say=self._say)
+        if self._keeps_torch:
+            torch_index.add(build)
+        else:
+            self._unkept[torch.locked.sha256] = build
         return build
+
+
+def _cuda_wheels(resolved: ResolvedPlatform, contents: Mapping[str, Contents]) -> tuple[CudaWheel, ...]:
+    """Return NVIDIA's wheels of a resolution with the shared objects in them."""
+    found = []
+    for file in resolved.files:
+        if file.locked.distribution.startswith("nvidia-"):
+            names = {path.rsplit("/", 1)[-1] for path in contents[file.locked.distribution].files}
+            libraries = tuple(sorted(name for name in names if torch_index.is_shared(name)))
+            found.append(CudaWheel(file.locked.file, file.locked.sha256, libraries))
+    return tuple(found)
 
 
 def said(verdict: Verdict) -> str:

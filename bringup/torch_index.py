@@ -304,12 +304,21 @@ def index_torch(
     return index_offer(reader, offer, say=say)
 
 
-def index_offer(reader: WheelReader, offer: Offer, *, say: Callable[[str], None] = lambda _: None) -> IndexedTorch:
-    """Read a torch wheel of an index, as `index_torch` does."""
+def index_offer(
+    reader: WheelReader,
+    offer: Offer,
+    *,
+    cuda_wheels: Sequence[CudaWheel] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> IndexedTorch:
+    """Read a torch wheel of an index, as `index_torch` does.
+
+    ``cuda_wheels`` are the ones that will be beside it; None: those that its requirements lead to.
+    """
     say(f"fetching {offer.file}" + (f", {offer.size_bytes / 1e6:.0f} MB" if offer.size_bytes else ""))
     with reader.open_offer(offer, whole=True) as source:
         sha256 = offer.sha256 or sha256_of(source)
-        return index_wheel(reader.http, source, offer.file, sha256, reader.sources, say=say)
+        return index_wheel(reader.http, source, offer.file, sha256, reader.sources, cuda_wheels=cuda_wheels, say=say)
 
 
 def sha256_of(source: Source) -> str:
@@ -327,6 +336,7 @@ def index_wheel(
     sha256: str,
     sources: Sources,
     *,
+    cuda_wheels: Sequence[CudaWheel] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> IndexedTorch:
     """Read a torch wheel out of any source of bytes. Raises as `index_torch` does."""
@@ -345,7 +355,9 @@ def index_wheel(
         raise BringupError(f"{file} is not what it is called", why=f"torch/version.py says {full}")
     python = min((tag.interpreter.removeprefix("cp") for tag in tags), key=len)
     needed, exports = _libraries(archive, say)
-    requirements = [line for line in metadata.get("requires_dist", ()) if _is_cuda(line)]
+    if cuda_wheels is None:
+        requirements = [line for line in metadata.get("requires_dist", ()) if _is_cuda(line)]
+        cuda_wheels = _cuda_wheels(http, requirements, f"cp{python}-{machine}", sources, full)
     say(f"torch {full}: {sum(map(len, exports.values()))} names in {len(exports)} libraries")
     return IndexedTorch(
         version=full,
@@ -355,7 +367,7 @@ def index_wheel(
         file=file,
         sha256=sha256,
         size_bytes=source.size_bytes,
-        cuda_wheels=_cuda_wheels(http, requirements, f"cp{python}-{machine}", sources, full),
+        cuda_wheels=tuple(cuda_wheels),
         needed=needed,
         exports=exports,
     )
@@ -433,6 +445,11 @@ def _cuda_wheels(
             names = {m.name for m in Archive(source).members if _SHARED.search(m.name)}
         found.append(CudaWheel(wheel.file, wheel.sha256, tuple(sorted(names))))
     return tuple(found)
+
+
+def is_shared(name: str) -> bool:
+    """Return whether a file name is that of a shared object, with or without numbers behind."""
+    return _SHARED.search(name) is not None
 
 
 def _is_cuda(requirement: str) -> bool:

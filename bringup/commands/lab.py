@@ -16,6 +16,7 @@ from rich.table import Table
 from bringup import locking
 from bringup.commands.lock import stack_path
 from bringup.errors import InputError, LabError
+from bringup.guard import WheelGuard
 from bringup.lab.lab import DEFAULT_GPUS, DEFAULT_HOSTS, Lab, remote_line
 from bringup.lab.layout import DEFAULT_STATE_DIR
 from bringup.lab.network import DEFAULT_RANGE
@@ -174,6 +175,7 @@ def _make_ready(name: str, lab: Lab, record: LabRecord) -> LabLock:
         record.mirror_url,
         key_file=Path(record.apt_key_file),
         key_fingerprint=record.apt_key_fingerprint,
+        judge=lambda sources: WheelGuard(sources, lambda line: _tell(f"lock {name}: {line}"), keeps_torch=False),
         say=lambda line: _tell(f"lock {name}: {line}"),
     )
     if made.findings:

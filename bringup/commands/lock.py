@@ -172,7 +172,8 @@ def _lab(path: Path, state_dir: Path, console: Console, *, json: bool) -> None:
             record["mirror_url"],
             key_file=Path(record["apt_key_file"]),
             key_fingerprint=record["apt_key_fingerprint"],
-            say=console.print,
+            judge=lambda sources: WheelGuard(sources, _say(console), keeps_torch=False),
+            say=_say(console),
         )
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"no lab in {state_dir}", why=str(error), hint="run `bringup lab up`") from None

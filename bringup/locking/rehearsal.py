@@ -41,7 +41,7 @@ def lock_for_lab(
     key_fingerprint: str,
     platforms: Sequence[str] = (),
     default: DefaultIndex | None = None,
-    judge: Judge | None = None,
+    judge: Callable[[Sources], Judge] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> LabLock:
     """Write ``STATE/locks/NAME.lock.toml``: a complete lock of the stack for lab hosts.
@@ -50,6 +50,7 @@ def lock_for_lab(
     against the mirror, and what comes from the controller's default index is fetched into it. Its packages parts
     come from the repositories below ``STATE/mirror/apt``. Nothing is done while stack, committed lock, mirror and
     bringup are what they were. ``platforms`` () means the stack's own interpreter on the machine of each release.
+    ``judge`` makes the guard for the mirror's indexes; what was committed was judged when it was locked.
     Raises InputError when the stack cannot be locked against this mirror.
     """
     stack = load_stack(stack_path)
@@ -70,7 +71,7 @@ def lock_for_lab(
     elif stack.python.existing is not None:
         wheels = None
     else:
-        part = lock_wheels(stack, wanted, sources, judge=judge, say=say)
+        part = lock_wheels(stack, wanted, sources, judge=judge(sources) if judge else None, say=say)
         if not part.is_fit:
             return LabLock(target, False, tuple(each for found in part.findings.values() for each in found))
         for platform in part.resolved:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bringup import paths
+from bringup.guard import WheelGuard
 from bringup.lab.lab import Lab
 from bringup.locking import lock_for_lab
 from tests.e2e.rig import Rig, must
@@ -32,6 +33,7 @@ def lock_stacks(lab: Lab) -> None:
             record.mirror_url,
             key_file=Path(record.apt_key_file),
             key_fingerprint=record.apt_key_fingerprint,
+            judge=lambda sources: WheelGuard(sources, keeps_torch=False),
         )
         assert not made.findings, made.findings
 

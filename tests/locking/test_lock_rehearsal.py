@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_index import STACK, Site
+from files.elf_writer import shared_object
+from small_index import STACK, X86, Site
 from test_lock_packages import DRIVER_580, RELEASE, TOOLKITS, Key, key, serve
+from wheel_writer import add_to_index
 
+from bringup import torch_index
 from bringup.errors import InputError
+from bringup.guard import WheelGuard
 from bringup.locking.document import write_lock
 from bringup.locking.rehearsal import LabLock, lock_for_lab
 from bringup.locking.settings import DefaultIndex, Source
@@ -49,6 +53,7 @@ def run(site: Site, key: Key, tmp_path: Path, **more: object) -> LabLock:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRINGUP_WHEEL_CACHE", str(tmp_path / "wheel-cache"))
+    monkeypatch.setenv("BRINGUP_STATE", str(tmp_path / "controller"))
 
 
 def read(path: Path) -> Lock:
@@ -116,9 +121,52 @@ def test_set_that_does_not_fit_is_not_written(lab: Site, key: Key, tmp_path: Pat
         file = "sgl_kernel-0.3.21+cu130-cp310-abi3-manylinux_2_28_x86_64.whl"
         return Judgement(verdicts={file: "broken-symbol"}, broken=frozenset({file}))
 
-    made = run(lab, key, tmp_path, judge=judge)
+    made = run(lab, key, tmp_path, judge=lambda sources: judge)
     assert [finding.code for finding in made.findings] == ["BU-ENV-306"]
     assert not made.path.exists()
+
+
+def elf_files(name: str, needed: list[str], undefined: list[str], exports: list[str]) -> dict[str, bytes]:
+    return {name: shared_object(needed=needed, undefined=undefined, exports=exports)}
+
+
+@pytest.mark.parametrize(
+    ("undefined", "codes", "verdict"),
+    [
+        pytest.param("_ZN3c104thisEv", [], "ok", id="what the look-alike torch has"),
+        pytest.param("_ZN3c105otherEv", ["BU-ENV-306"], None, id="what it has not"),
+    ],
+)
+def test_look_alikes_are_judged_as_every_wheel(
+    lab: Site, key: Key, tmp_path: Path, undefined: str, codes: list[str], verdict: str | None
+) -> None:
+    version = b"__version__ = '2.9.1+cu130'\ncuda: Optional[str] = '13.0'\n"
+    libraries = {
+        "torch/version.py": version,
+        **elf_files("torch/lib/libc10.so", [], [], ["_ZN3c104thisEv"]),
+        **elf_files("torch/lib/libtorch_cpu.so", ["libc10.so"], [], ["_ZN2at4thisEv"]),
+        **elf_files("torch/lib/libtorch_python.so", ["libtorch_cpu.so"], [], ["THPVariable"]),
+        **elf_files("torch/lib/libtorch_global_deps.so", [], [], ["nothing"]),
+    }
+    simple = lab.root / "wheels"
+    add_to_index(
+        simple / "pytorch/simple", "torch", "2.9.1+cu130", libraries,
+        requires=("demo-runtime==13.0.96", "demo-jinja>=2"), tag=f"cp311-cp311-{X86}",
+    )  # fmt: skip
+    add_to_index(
+        simple / "sglang/simple", "sgl-kernel", "0.3.21+cu130",
+        elf_files("sgl_kernel/ops.abi3.so", ["libc10.so"], [undefined], ["PyInit_ops"]),
+        requires=("demo-helper",), tag=f"cp310-abi3-{X86}",
+    )  # fmt: skip
+    made = run(lab, key, tmp_path, judge=lambda sources: WheelGuard(sources, keeps_torch=False))
+    assert [finding.code for finding in made.findings] == codes
+    if verdict is not None:
+        wheels = read(made.path).wheels
+        assert wheels is not None
+        verdicts = {file.distribution: file.verdict for file in wheels.platforms["cp311-x86_64"].steps[1].files}
+        assert verdicts == {"demo-helper": None, "sgl-kernel": verdict}
+    # A look-alike must not tell what a real torch has.
+    assert torch_index.added_files() == []
 
 
 def test_state_directory_without_a_mirror(tmp_path: Path, key: Key) -> None:
