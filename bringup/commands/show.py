@@ -40,8 +40,11 @@ def _across(console: Console, across: AcrossResult, width: int) -> None:
         _detail(console, "cause:", across.reason, width)
     for backend in across.backends:
         if backend.state == "measured":
-            _backend(console, "across", backend, width)
-            _detail(console, "", f"{backend.latency_us or 0:.1f} us; {backend.reason}", width)
+            payload_bytes = backend.payload_bytes or 0
+            size = f"{payload_bytes / 2**20:g} MiB" if payload_bytes >= 2**20 else f"{payload_bytes / 2**10:g} KiB"
+            figure = f"{backend.latency_us or 0:.1f} us, {backend.busbw_gb_per_s or 0:.3g} GB/s busbw"
+            text = f"{backend.backend}  {size}, {backend.ranks} ranks: {figure} ({backend.reason})"
+            _line(console, "across", "measured", text, width, "")
 
 
 def _line(console: Console, host: str, mark: str, text: str, width: int, style: str) -> None:

@@ -175,6 +175,45 @@ def test_multicast_in_nccl_s_log(line: str, expected: bool | None) -> None:
     assert BENCH.parse_nccl_log([line])["multicast_available"] is expected
 
 
+@pytest.mark.parametrize(
+    ("line", "network", "devices"),
+    [
+        (
+            "h:1:2 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB ens3:10.0.0.5<0>",
+            None,
+            ["mlx5_0:1/IB", "mlx5_1:1/RoCE"],
+        ),
+        ("h:1:2 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.5<0>", None, ["eth0:10.0.0.5<0>"]),
+        ("h:1:2 [0] NCCL INFO Using network IB", "IB", []),
+        ("h:1:2 [0] NCCL INFO NET/IB : No device found.", None, []),
+    ],
+)
+def test_the_network_in_nccl_s_log(line: str, network: str | None, devices: list[str]) -> None:
+    found = BENCH.parse_nccl_log([line])
+    assert (found["network"], found["network_devices"]) == (network, devices)
+
+
+def test_the_interface_towards_an_address() -> None:
+    assert BENCH.interface_towards("127.0.0.9") == "lo"
+    assert BENCH.interface_towards("no address") is None
+
+
+def test_what_works_within_one_host_only_is_missing_across_hosts() -> None:
+    told: list[dict[str, Any]] = []
+    context = BENCH.Context.__new__(BENCH.Context)
+    context.rank, context.nodes, context._tell = 0, 2, told.append
+    within = [kind for kind in BENCH.BACKENDS if kind.is_within_host]
+    for kind in within:
+        BENCH.run_backend(context, kind, [8192], None)
+    assert {kind.name for kind in BENCH.BACKENDS if kind not in within} == {
+        "nccl",
+        "nccl_graph",
+        "nccl_graph_torch",
+        "gloo",
+    }
+    assert {(one["state"], one["reason"]) for one in told} == {("missing", "it works within one host only")}
+
+
 def test_fields_that_nvidia_smi_does_not_know_are_none() -> None:
     fields = [("index", int), ("pcie.link.gen.current", int), ("process_name", str)]
     text = "0, 5, /usr/bin/python3, with a comma\n1, [N/A], x\nbroken line\n"

@@ -1,0 +1,331 @@
+"""Judging a run across hosts: who is at fault, what NCCL chose, and how each part is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bringup.bench import across, parse
+from bringup.bench.across import Ended, Meeting
+from bringup.bench.document import Document, Note, parse_note
+
+MEETING = Meeting({"gpu-01": "10.0.0.1", "gpu-02": "10.0.0.2"}, 29400, "r1")
+ENDPOINT = "10.0.0.1:29400"
+JOIN_TIMEOUT = "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError"
+NO_CONNECTION = (
+    "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: "
+    "The connection to the C10d store has failed. See inner exception for details."
+)
+KILLED = "Root Cause (first observed failure):\n  exitcode  : -9 (pid: 7)\n  Signal 9 (SIGKILL) received by PID 7"
+CLOSED = "RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.2]:41234"
+
+
+def note(node: int, error: str | None = None, phase: str = "measure") -> Note:
+    found = parse_note(
+        {
+            "program": "allreduce_bench_node",
+            "node": node,
+            "rank": node * 8,
+            "phase": phase,
+            "backend": "nccl",
+            "payload_bytes": 8192,
+            "error": {"message": error, "traceback": ""} if error else None,
+        }
+    )
+    assert found is not None
+    return found
+
+
+def document(**more: Any) -> Document:
+    ranks = [{"rank": n, "host": f"h{n // 2}", "node": n // 2, "index": n % 2, "name": "NVIDIA H200"} for n in range(4)]
+    row = {
+        "backend": "nccl",
+        "payload_bytes": 1 << 30,
+        "is_graph": False,
+        "median_us": 40000.0,
+        "min_us": 39000.0,
+        "p99_us": 41000.0,
+        "algbw_gb_per_s": 26.8,
+        "busbw_gb_per_s": 40.3,
+        "rank_median_us": [40000.0] * 4,
+    }
+    return parse(
+        {
+            "schema": 1,
+            "program": "allreduce_bench",
+            "exit_status": 0,
+            "outcome": "measured",
+            "system": {"device": "cuda", "ranks": 4, "nodes": 2, "hosts": ["h0", "h1"], "gpus": ranks},
+            "backends": {
+                "nccl": {"state": "measured"},
+                "symm_one_shot": {"state": "missing", "reason": "it works within one host only"},
+            },
+            "rows": [row],
+            **more,
+        }
+    )
+
+
+def judged(*parts: Ended) -> dict[str, list[tuple[str, str, str]]]:
+    verdict = across.judge(parts, ENDPOINT)
+    return {host: [(f.code, f.severity, f.cause) for f in found] for host, found in verdict.findings.items()}
+
+
+def blamed(host: str, code: str, cause: str) -> dict[str, list[tuple[str, str, str]]]:
+    """Return the findings where one host is at fault and the other is not."""
+    innocent = [("BU-VFY-237", "warning", f"nothing was measured across the hosts because of {host}")]
+    return {name: [(code, "error", cause)] if name == host else innocent for name in MEETING.addresses}
+
+
+DID_NOT_JOIN = "gpu-02 did not join the run across hosts: "
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        pytest.param(
+            [Ended("gpu-01", 1, JOIN_TIMEOUT), Ended("gpu-02", None)],
+            blamed("gpu-02", "BU-VFY-232", DID_NOT_JOIN + "nothing was heard from it"),
+            id="never heard of",
+        ),
+        pytest.param(
+            [Ended("gpu-01", 1, JOIN_TIMEOUT), Ended("gpu-02", 1, NO_CONNECTION)],
+            blamed("gpu-02", "BU-VFY-232", DID_NOT_JOIN + f"it cannot reach {ENDPOINT}"),
+            id="a firewall",
+        ),
+        pytest.param(
+            [Ended("gpu-01", 1, JOIN_TIMEOUT), Ended("gpu-02", 1, "python: No module named torch.distributed.run")],
+            blamed(
+                "gpu-02",
+                "BU-VFY-232",
+                DID_NOT_JOIN + "torchrun ended with status 1: python: No module named torch.distributed.run",
+            ),
+            id="no torchrun there",
+        ),
+        pytest.param(
+            [Ended("gpu-01", 1, JOIN_TIMEOUT), Ended("gpu-02", 124, "")],
+            blamed("gpu-02", "BU-VFY-232", DID_NOT_JOIN + "it did not come to its end within the time limit"),
+            id="held up until its limit",
+        ),
+        pytest.param(
+            [
+                Ended("gpu-01", 1, "EADDRINUSE, message: address already in use\n" + NO_CONNECTION),
+                Ended("gpu-02", 1, NO_CONNECTION),
+            ],
+            blamed("gpu-01", "BU-VFY-232", f"gpu-01 cannot be the meeting point: {ENDPOINT} is already in use there"),
+            id="the port is taken",
+        ),
+        pytest.param(
+            [Ended("gpu-01", 1, CLOSED, note(0, CLOSED)), Ended("gpu-02", None, "", note(1))],
+            blamed(
+                "gpu-02",
+                "BU-VFY-233",
+                "gpu-02 was lost during the run across hosts, last seen in measure of nccl at 8192 bytes",
+            ),
+            id="lost in the middle",
+        ),
+        pytest.param(
+            [
+                Ended("gpu-01", 1, "", note(0, CLOSED), document(exit_status=1, outcome="crash", message=CLOSED)),
+                Ended("gpu-02", None),
+            ],
+            blamed("gpu-02", "BU-VFY-233", "gpu-02 was lost during the run across hosts"),
+            id="lost, and its note with it",
+        ),
+        pytest.param(
+            [Ended("gpu-01", 1, CLOSED, note(0, CLOSED)), Ended("gpu-02", 1, KILLED, note(1))],
+            blamed(
+                "gpu-02",
+                "BU-VFY-233",
+                "a process of the run across hosts was ended by SIGKILL on gpu-02 in measure of nccl at 8192 bytes",
+            ),
+            id="a rank was killed",
+        ),
+        pytest.param(
+            [Ended("gpu-01", 137, "", note(0)), Ended("gpu-02", 1, CLOSED, note(1, CLOSED))],
+            blamed(
+                "gpu-01",
+                "BU-VFY-233",
+                "a process of the run across hosts was ended by SIGKILL on gpu-01 in measure of nccl at 8192 bytes",
+            ),
+            id="torchrun was killed",
+        ),
+        pytest.param(
+            [
+                Ended("gpu-01", 1, "exitcode  : -15 (pid: 7)\nSignal 15 (SIGTERM) received by PID 7", note(0, CLOSED)),
+                Ended("gpu-02", 1, "", note(1, "OutOfMemoryError: CUDA out of memory")),
+            ],
+            blamed(
+                "gpu-02",
+                "BU-VFY-234",
+                "the run across hosts failed on gpu-02: OutOfMemoryError: CUDA out of memory",
+            ),
+            id="an error of its own; SIGTERM is torchrun's",
+        ),
+        pytest.param(
+            [
+                Ended(
+                    "gpu-01",
+                    5,
+                    "",
+                    note(0),
+                    document(
+                        exit_status=5,
+                        outcome="wrong_result",
+                        message="wrong result: nccl at 8192 bytes",
+                        checks=[
+                            {"backend": "nccl", "payload_bytes": 8192, "data": d, "ok": False, "bad_ranks": [3, 2]}
+                            for d in ("integers", "random")
+                        ],
+                    ),
+                ),
+                Ended("gpu-02", 1, "", note(1)),
+            ],
+            blamed(
+                "gpu-02",
+                "BU-VFY-214",
+                "wrong result across hosts on gpu-02, rank 2, 3: wrong result: nccl at 8192 bytes",
+            ),
+            id="wrong results",
+        ),
+    ],
+)
+def test_the_host_at_fault(parts: list[Ended], expected: object) -> None:
+    assert judged(*parts) == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "cause"),
+    [
+        pytest.param(
+            [Ended("gpu-01", 1, JOIN_TIMEOUT), Ended("gpu-02", 1, JOIN_TIMEOUT)],
+            "the run across hosts failed: the hosts did not find each other in time, and each says that it waited for "
+            "the others",
+            id="each waited for the other",
+        ),
+        pytest.param(
+            [
+                Ended(
+                    "gpu-01",
+                    1,
+                    "",
+                    note(0),
+                    document(exit_status=1, outcome="timeout", message="nccl took more than 60 s in measure of nccl"),
+                ),
+                Ended("gpu-02", 1, "", note(1, "nccl took more than 60 s in measure of nccl")),
+            ],
+            "the run across hosts failed: nccl took more than 60 s in measure of nccl",
+            id="it hangs",
+        ),
+    ],
+)
+def test_where_nobody_can_tell_every_host_is_named(parts: list[Ended], cause: str) -> None:
+    assert judged(*parts) == {host: [("BU-VFY-234", "error", cause)] for host in MEETING.addresses}
+
+
+def test_the_evidence_holds_what_torchrun_said_last() -> None:
+    said = "\n".join(f"line {n}" for n in range(9))
+    verdict = across.judge([Ended("gpu-01", 1, JOIN_TIMEOUT), Ended("gpu-02", 3, said)], ENDPOINT)
+    assert verdict.findings["gpu-02"][0].evidence == {
+        "status": 3,
+        "said": ["line 4", "line 5", "line 6", "line 7", "line 8"],
+    }
+
+
+# ---------------------------------------------------------------- what was measured
+
+
+def log(network: str, devices: list[str], transports: dict[str, int]) -> dict[str, Any]:
+    return {"nccl_log": {"network": network, "network_devices": devices, "transports": transports}}
+
+
+NOTHING_TO_COMPARE = ("BU-VFY-236", "info", "no figure is known to compare gpu-01, gpu-02 with")
+SOCKETS = log("Socket", ["eth0:10.0.0.1<0>"], {"P2P/CUMEM": 4, "NET/Socket/0": 4})
+ACTIVE = {"ACTIVE": ("mlx5_0:1 (InfiniBand, 400 Gb/sec)",)}
+
+
+@pytest.mark.parametrize(
+    ("told", "rdma", "expected"),
+    [
+        (log("IB", ["mlx5_0:1/IB"], {"NET/IB/0/GDRDMA": 8}), ACTIVE, []),
+        (SOCKETS, {}, []),
+        (
+            SOCKETS,
+            ACTIVE,
+            [
+                "NCCL moves data between the hosts through sockets (eth0:10.0.0.1<0>) although RDMA is active: "
+                "gpu-02 mlx5_0:1 (InfiniBand, 400 Gb/sec)"
+            ],
+        ),
+        (
+            SOCKETS,
+            {"DOWN": ("mlx5_0:1 (InfiniBand, 10 Gb/sec)",)},
+            [
+                "NCCL moves data between the hosts through sockets (eth0:10.0.0.1<0>): no RDMA port is active: "
+                "gpu-02 mlx5_0:1 (InfiniBand, 10 Gb/sec) DOWN"
+            ],
+        ),
+        (
+            log("Socket", [], {}),
+            ACTIVE,
+            [
+                "NCCL moves data between the hosts through sockets (NET/Socket) although RDMA is active: "
+                "gpu-02 mlx5_0:1 (InfiniBand, 400 Gb/sec)"
+            ],
+        ),
+        ({}, ACTIVE, []),
+    ],
+    ids=["RDMA is used", "there is none", "active and not used", "down", "no connections in the log", "no log"],
+)
+def test_sockets_between_hosts(told: dict[str, Any], rdma: Any, expected: list[str]) -> None:
+    parts = [Ended("gpu-01", 0, "", note(0), document(**told)), Ended("gpu-02", 0, "", note(1), rdma=rdma)]
+    wanted = [NOTHING_TO_COMPARE, *(("BU-VFY-235", "warning", cause) for cause in expected)]
+    assert judged(*parts) == {"gpu-01": wanted, "gpu-02": []}
+
+
+def test_figures_have_no_verdict_and_say_why() -> None:
+    verdict = across.judge([Ended("gpu-01", 0, "", note(0), document()), Ended("gpu-02", 0, "", note(1))], ENDPOINT)
+    assert (verdict.state, verdict.reason) == ("measured", None)
+    assert verdict.results() == [
+        {
+            "backend": "nccl",
+            "state": "measured",
+            "payload_bytes": 1 << 30,
+            "ranks": 4,
+            "busbw_gb_per_s": 40.3,
+            "algbw_gb_per_s": 26.8,
+            "latency_us": 40000.0,
+            "reason": "no figure to compare with",
+        },
+        {"backend": "symm_one_shot", "state": "missing", "reason": "it works within one host only"},
+    ]
+
+
+def test_on_cpu_it_is_said_that_no_gpu_took_part() -> None:
+    system = {"device": "cpu", "ranks": 4, "nodes": 2, "hosts": ["vm"]}
+    parts = [Ended("gpu-01", 0, "", note(0), document(system=system)), Ended("gpu-02", 0, "", note(1))]
+    assert [finding[0] for finding in judged(*parts)["gpu-01"]] == ["BU-VFY-238"]
+    assert across.judge(parts, ENDPOINT).results()[0]["reason"] == "on CPU: no GPU took part"
+
+
+# ---------------------------------------------------------------- how a part is started
+
+
+@pytest.mark.parametrize(
+    ("meeting", "host", "differs"),
+    [
+        (MEETING, "gpu-01", ("10.0.0.1:29400", "true", "10.0.0.1")),
+        (MEETING, "gpu-02", ("10.0.0.1:29400", "false", "10.0.0.2")),
+        (Meeting({"a": "fd00::1", "b": "fd00::2"}, 29401, "r1"), "b", ("[fd00::1]:29401", "false", "fd00::2")),
+    ],
+    ids=["the meeting point", "another host", "IPv6"],
+)
+def test_torchrun_s_command_line(meeting: Meeting, host: str, differs: tuple[str, str, str]) -> None:
+    endpoint, is_host, local = differs
+    assert across.torchrun(meeting, host, "/env/bin/python", 8, "/run/bench.py", ["--device", "cuda"]) == [
+        *("/env/bin/python", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "8"),
+        *("--max-restarts", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "r1"),
+        *("--rdzv-conf", f"is_host={is_host},join_timeout=120,read_timeout=120", "--local-addr", local),
+        *("/run/bench.py", "--device", "cuda"),
+    ]
