@@ -378,9 +378,7 @@ def _ask(history: History, inventory: str, *, pause: bool, json: bool) -> None:
     raise typer.Exit(0)
 
 
-def _resumed(
-    log: RolloutLog, digest: str, look: Callable[[Sequence[str]], Results], exclude: Sequence[str]
-) -> Resumed:
+def _resumed(log: RolloutLog, digest: str, look: Callable[[Sequence[str]], Results], exclude: Sequence[str]) -> Resumed:
     state = log.rollout
     without = tuple(name for name in state.states if any(fnmatchcase(name, pattern) for pattern in exclude))
     is_unpinned = False

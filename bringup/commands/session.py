@@ -122,6 +122,7 @@ def carry_out(job: engine.Job, *, json_output: bool, events_to: str | None, sche
     """
     console = Console(stderr=True, highlight=False)
     with ExitStack() as stack:
+        chosen = executor(scheduler) or _local(job, stack)
         stream = open_events(events_to, stack)
         recorder = _recorder(job)
         if recorder is not None:
@@ -136,7 +137,15 @@ def carry_out(job: engine.Job, *, json_output: bool, events_to: str | None, sche
             if recorder is not None:
                 recorder(event)
 
-        return engine.run(job, on_event, executor=executor(scheduler))
+        return engine.run(job, on_event, executor=chosen)
+
+
+def _local(job: engine.Job, stack: ExitStack) -> engine.Executor:
+    local = engine.LocalExecutor(show_worker_log=job.verbosity > 0)
+    stack.callback(local.stop)
+    # It imports what it needs while this process opens the history.
+    local.stand_by(job.environment())
+    return local
 
 
 def executor(scheduler: str | None) -> engine.Executor | None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import JsonValue
 from sqlalchemy import delete, func, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.orm import Session
 
 from bringup.errors import BringupError, InputError
@@ -260,6 +260,8 @@ class History:
         """Insert a row unless it is there already; then update it, or leave it."""
         keys = table.__mapper__.primary_key
         if self.database.is_postgresql:
+            from sqlalchemy.dialects import postgresql  # it brings every driver's dialect along
+
             into = postgresql.insert(table).values(**values)
             session.execute(
                 into.on_conflict_do_update(index_elements=keys, set_=else_update)

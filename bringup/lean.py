@@ -1,0 +1,41 @@
+"""Import pyinfra without what nothing of it uses. To be imported before pyinfra; it only saves time.
+
+Paramiko imports invoke, and with it a task runner and a YAML parser, for ``Match exec`` in ssh_config; pyinfra puts a
+class of its own in its place. What is named here is loaded at its first use, should there ever be one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import LazyLoader
+from types import ModuleType
+
+from gevent import monkey
+
+# pyinfra_cli does the same, and would then look at every object, which is a use of what must wait.
+monkey.patch_all()
+
+LATER = frozenset({"invoke"})
+
+
+class _Later(MetaPathFinder):
+    """Find a module whose code runs when somebody asks for something in it."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in LATER:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = LazyLoader(spec.loader)
+        return spec
+
+
+_finder = _Later()
+sys.meta_path.insert(0, _finder)
+try:
+    import pyinfra  # noqa: F401
+finally:
+    sys.meta_path.remove(_finder)
