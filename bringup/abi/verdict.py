@@ -151,6 +151,7 @@ class Verdict:
             "version": self.version,
             "torch": self.torch,
             "verdict": self.level.value,
+            "refused": self.is_refused,
             "fits_torch": list(self.fits_torch),
             "built_for": list(self.built_for),
             "allowed_but_broken": list(self.allowed_but_broken),

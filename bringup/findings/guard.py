@@ -324,7 +324,7 @@ def loadable(verdicts: Iterable[Report], step: str) -> Iterator[Finding]:
             "fits_torch": fits,
             "findings": about[:_SHOWN],
         }
-        is_unsure = level == "layout-risk" and not verdict["built_for"]
+        is_unsure = level == "layout-risk" and not verdict["refused"]
         if level == "optional" or is_unsure:
             yield Finding(
                 code="BU-ENV-126" if is_unsure else "BU-ENV-125",

@@ -242,34 +242,46 @@ def test_what_torch_is_built_for(version: str, cuda: str | None, expected: list[
 
 
 @pytest.mark.parametrize(
-    ("level", "expected"),
+    ("level", "refused", "expected"),
     [
-        pytest.param("ok", [], id="sound"),
-        pytest.param("ok-stable", [], id="stable"),
+        pytest.param("ok", False, [], id="sound"),
+        pytest.param("ok-stable", False, [], id="stable"),
         pytest.param(
             "broken-symbol",
+            True,
             [("BU-ENV-123", "step s: k 1.0 does not go with torch 2.10.0: broken-symbol: no a; it fits torch 2.9.1")],
             id="broken",
         ),
         pytest.param(
             "layout-risk",
+            True,
             [("BU-ENV-124", "step s: k 1.0 does not go with torch 2.10.0: layout-risk: no a; it fits torch 2.9.1")],
             id="built for another minor version",
         ),
         pytest.param(
+            "layout-risk",
+            False,
+            [("BU-ENV-126", "step s: k.so: no a, of k 1.0 beside torch 2.10.0")],
+            id="may have been built for this minor version",
+        ),
+        pytest.param(
             "optional",
+            False,
             [("BU-ENV-125", "step s: a part of k 1.0 does not load beside torch 2.10.0: k.so: no a")],
             id="a part that may be missing",
         ),
     ],
 )
-def test_a_wheel_is_refused_in_the_words_of_the_judgement(level: str, expected: list[tuple[str, str]]) -> None:
+def test_a_wheel_is_refused_in_the_words_of_the_judgement(
+    level: str, refused: bool, expected: list[tuple[str, str]]
+) -> None:
     found = {"kind": level, "file": "k.so", "symbol": "a", "demangled": None, "library": None, "reason": "no a"}
     verdict = {
         "name": "k",
         "version": "1.0",
         "torch": "2.10.0",
         "verdict": level,
+        "refused": refused,
         "fits_torch": ["2.9.1"],
         "built_for": ["2.9"],
         "summary": "no a; it fits torch 2.9.1",
