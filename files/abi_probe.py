@@ -1097,6 +1097,7 @@ MAX_FILES = 20_000
 MAX_TEXT_BYTES = 8 << 20
 _SHARED_NAME = re.compile(r"\.so(\.\d[0-9A-Za-z_.]*)?\Z")
 _INFO_NAME = re.compile(r"(?P<name>[^-]+)-(?P<version>.+)\.dist-info\Z")
+_EGG_NAME = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(-py\d.*)?\.egg-info\Z")
 # torch/__init__.py loads these by file name after its own libraries, when the CUDA wheels hold them.
 _TORCH_PRELOADS = (
     ("cuda_nvrtc", "libnvrtc.so."),
@@ -1172,19 +1173,54 @@ def distributions(site: str) -> Tuple[Dict[str, Dict], Dict[str, str]]:
         match = _INFO_NAME.match(entry)
         if match is None:
             continue
-        name = re.sub(r"[-_.]+", "-", match.group("name")).lower()
+        name = _canonical(match.group("name"))
         record = _small_text(os.path.join(site, entry, "RECORD"))
         files = [line.split(",", 1)[0] for line in record.splitlines() if ".so" in line]
         files = [file.strip('"') for file in files if _SHARED_NAME.search(file.strip('"'))]
         if not files:
             continue
-        metadata = _small_text(os.path.join(site, entry, "METADATA")).split("\n\n", 1)[0]
-        requires = re.findall(r"(?mi)^Requires-Dist:[ \t]*(torch(?![A-Za-z0-9._-]).*?)\r?$", metadata)
-        plain = [r for r in requires if "extra ==" not in r]
-        found[name] = {"version": match.group("version"), "requires_torch": plain[0] if plain else None}
+        found[name] = {"version": match.group("version"), "requires_torch": _required_torch(site, entry)}
         for file in files:
             owners[os.path.normpath(os.path.join(site, file))] = name
     return found, owners
+
+
+def _required_torch(site: str, entry: str) -> Optional[str]:
+    metadata = _small_text(os.path.join(site, entry, "METADATA")).split("\n\n", 1)[0]
+    requires = re.findall(r"(?mi)^Requires-Dist:[ \t]*(torch(?![A-Za-z0-9._-]).*?)\r?$", metadata)
+    return next((line for line in requires if "extra ==" not in line), None)
+
+
+def unrecorded(site: str, paths: Iterable[str], known: Iterable[str]) -> Tuple[Dict[str, Dict], Dict[str, str]]:
+    """Return distributions for files of a directory that no RECORD lists, and which one owns each file.
+
+    Packages of a Linux distribution or of conda may have no RECORD, and some packages build files when they are
+    used. Such a file belongs to what its top-level directory is called or is said to belong to; the version is
+    "unknown" where nothing tells it. A name that is in ``known`` gets "-unrecorded" behind it: that distribution
+    has a list, and the file is not on it.
+    """
+    told: Dict[str, Dict] = {}
+    called: Dict[str, str] = {}
+    for entry in sorted(os.listdir(site)):
+        match = _INFO_NAME.match(entry) or _EGG_NAME.match(entry)
+        if match is not None:
+            name = _canonical(match.group("name"))
+            told[name] = {"version": match.group("version"), "requires_torch": _required_torch(site, entry)}
+            tops = _small_text(os.path.join(site, entry, "top_level.txt")).split()
+            called.update((top, name) for top in tops)
+    found: Dict[str, Dict] = {}
+    owners: Dict[str, str] = {}
+    for path in paths:
+        top = os.path.relpath(path, site).split(os.sep)[0].split(".", 1)[0]
+        name = called.get(top) or _canonical(top) or "unknown"
+        name = name + "-unrecorded" if name in known else name
+        found[name] = told.get(name, {"version": "unknown", "requires_torch": None})
+        owners[path] = name
+    return found, owners
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower().strip("-")
 
 
 class Environment:
@@ -1209,6 +1245,11 @@ class Environment:
         self.owners: Dict[str, str] = {}
         for site in self.sites:
             found, owners = distributions(site)
+            self.distributions.update(found)
+            self.owners.update(owners)
+        for site in self.sites:
+            rest = [path for path in self.paths if path.startswith(site + os.sep) and path not in self.owners]
+            found, owners = unrecorded(site, rest, list(self.distributions))
             self.distributions.update(found)
             self.owners.update(owners)
         # Opened first, so that they are known by these paths and not by ones full of "..".

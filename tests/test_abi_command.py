@@ -156,7 +156,7 @@ def test_what_the_host_supplies_is_assumed_and_said(here):
         pytest.param(("x.whl", "--torch", "2.9.1+cu130"), InputError, r"torch 2.9.1\+cu130", id="unknown CUDA build"),
         pytest.param(("x.whl", "--torch", "2.9.1", "--env", "."), InputError, "exclude one another", id="two sides"),
         pytest.param(("x.whl", "--platform", "cp27-x86_64"), InputError, "not a platform", id="platform"),
-        pytest.param(("demo-kernel", "--host", "gpu-01"), InputError, "no index has", id="nothing to look at first"),
+        pytest.param(("demo-kernel", "--host", "gpu-01"), InputError, "wanted INVENTORY:HOST", id="no inventory"),
     ],
 )
 def test_check_cannot_be_done(arguments, error, says):
@@ -437,6 +437,64 @@ def test_index_reads_an_installed_torch(here, environment):
     (build,) = json.loads(out)["builds"]
     assert (build["version"], build["cuda"], build["sha256"], build["names"]) == ("2.9.1+cu130", "13.0", "", 4)
     assert run("check", kernel(here), "--torch", "2.9.1+cu130")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("python", "machine", "chosen"),
+    [
+        ("3.12", "x86_64", "demo_kernel-1.0-cp312-cp312-manylinux2014_x86_64.whl"),
+        ("3.11", "x86_64", "demo_kernel-1.0-cp311-cp311-manylinux2014_x86_64.whl"),
+        ("3.12", "aarch64", "demo_kernel-1.0-cp312-cp312-manylinux2014_aarch64.whl"),
+        ("3.11", "aarch64", "demo_kernel-1.0-cp311-cp311-manylinux2014_aarch64.whl"),
+    ],
+)
+def test_python_and_machine_are_those_of_the_environment(here, environment, monkeypatch, python, machine, chosen):
+    for each in ("x86_64", "aarch64"):
+        for minor in ("311", "312"):
+            tag = f"cp{minor}-cp{minor}-manylinux2014_{each}"
+            data = {"demo_kernel/ops.so": on_machine(COMMON, each)}
+            add_to_index(here / "simple", "demo-kernel", "1.0", data, tag=tag, requires=("torch==2.9.1",))
+    turn_into(environment, python, machine, monkeypatch)
+    status, out, _ = run("check", "demo-kernel", "--env", str(environment), "--json")
+    (report,) = json.loads(out)["wheels"]
+    assert (status, report["verdict"], report["file"]) == (0, "ok", chosen)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        pytest.param((), "manylinux2014_x86_64.whl is for x86_64, env is on aarch64", id="a file"),
+        pytest.param(("--platform", "cp312-x86_64"), r"name a wheel for aarch64, or leave --platform out", id="asked"),
+    ],
+)
+def test_a_wheel_for_another_machine_is_not_judged(here, environment, monkeypatch, arguments, says):
+    turn_into(environment, "3.12", "aarch64", monkeypatch)
+    with pytest.raises(InputError) as raised:
+        run("check", kernel(here), "--env", "env", *arguments)
+    assert re.search(says, str(raised.value))
+
+
+def test_an_environment_of_a_python_without_wheels(here, environment, monkeypatch):
+    turn_into(environment, "3.9", "x86_64", monkeypatch)
+    with pytest.raises(InputError, match=r"no wheel can be chosen for env[\s\S]*it has Python 3.9 on x86_64"):
+        run("check", "demo-kernel", "--env", "env")
+    # A file is what it is.
+    assert run("check", kernel(here, requires=("torch==2.9.1",)), "--env", "env")[0] == 0
+
+
+def on_machine(data: bytes, machine: str) -> bytes:
+    return data[:18] + {"x86_64": b"\x3e\x00", "aarch64": b"\xb7\x00"}[machine] + data[20:]
+
+
+def turn_into(environment: Path, python: str, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make of an environment one of another Python on another machine."""
+    for path in environment.rglob("*.so*"):
+        path.write_bytes(on_machine(path.read_bytes(), machine))
+    library = environment / "lib"
+    if python != "3.12":
+        (library / "python3.12").rename(library / f"python{python}")
+    here = os.uname()
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result((*here[:4], machine)))
 
 
 def inventory(here: Path, interpreter: str) -> str:

@@ -59,6 +59,7 @@ class _UnreadableAnswer(_Answer):
 class _EnvironmentAnswer(_Answer):
     schema_: Literal[1] = Field(alias="schema")
     environment: str
+    machine: str
     sites: tuple[str, ...]
     python: str | None
     interpreter: int | None
@@ -130,6 +131,11 @@ class InstalledEnvironment:
     def python(self) -> str | None:
         """Return the interpreter's minor version."""
         return self._answer.python
+
+    @property
+    def machine(self) -> str:
+        """Return the machine that the host is: x86_64 or aarch64."""
+        return self._answer.machine
 
     @property
     def glibc(self) -> str | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,10 +15,19 @@ from bringup.abi import judge
 from bringup.commands import options
 from bringup.commands.abi_index import index
 from bringup.commands.abi_matrix import matrix
-from bringup.commands.abi_text import Capability, Report, StackName, check_capability, open_reader, output, show_reports
+from bringup.commands.abi_text import (
+    DEFAULT_PLATFORM,
+    Capability,
+    Report,
+    StackName,
+    check_capability,
+    open_reader,
+    output,
+    show_reports,
+)
 from bringup.errors import InputError
 from bringup.locking.compile import split
-from bringup.wheels import WheelFacts, WheelReader
+from bringup.wheels import WheelFacts
 
 if TYPE_CHECKING:
     from bringup.host_environment import HostEnvironment
@@ -50,7 +58,7 @@ def check(
     ] = None,
     platform: Annotated[
         str | None,
-        typer.Option("--platform", help="Whose wheels of an index. Default: cp312-x86_64, or the environment's own."),
+        typer.Option("--platform", help="Whose wheels of an index. Default: cp312-x86_64, or what the environment is."),
     ] = None,
     capability: Capability = None,
     stack: StackName = None,
@@ -64,23 +72,25 @@ def check(
         raise InputError("--torch, --env and --host exclude one another")
     check_capability(capability)
     console = Console(stderr=True, highlight=False)
-    machine = platform.rpartition("-")[2] if platform else os.uname().machine if env else "x86_64"
-    split(platform or f"cp312-{machine}")
-    known_torch = torch_index.load(machine)
-    # A wrong version is said before anything is fetched.
+    if platform is not None:
+        split(platform)
+    beside = None if env is None and host is None else _Beside(env, host, platform)
+    # A wrong version, or a host that does not answer, is said before anything is fetched.
+    wanted = platform or (beside.platform(wheel) if beside else DEFAULT_PLATFORM)
+    known_torch = torch_index.load(wanted.rpartition("-")[2])
     releases = (known_torch.find(torch),) if torch else known_torch.catalogue
     reports: list[Report] = []
     with open_reader(stack, console) as reader:
         for what in wheel:
-            if env is not None or host is not None:
-                facts, found = _beside(reader, what, platform, machine, lambda f: _installed(env, host, f))
+            facts = reader.read(what, wanted)
+            if beside is not None:
+                found = beside.look(facts)
                 chosen = capability or found.capability
                 verdict = judge(
                     facts.distribution, found.environment, catalogue=known_torch.catalogue, capability=chosen
                 )
                 reports.append(Report(facts, verdict))
                 continue
-            facts = reader.read(what, platform or f"cp312-{machine}")
             for release in releases:
                 known = known_torch.catalogue_with(release)
                 verdict = judge(facts.distribution, release, catalogue=known, capability=capability)
@@ -97,42 +107,61 @@ def check(
         raise typer.Exit(1)
 
 
-def _beside(
-    reader: WheelReader,
-    what: str,
-    platform: str | None,
-    machine: str,
-    look: Callable[[WheelFacts], HostEnvironment],
-) -> tuple[WheelFacts, HostEnvironment]:
-    """Read a wheel and the environment that it shall go into; the environment's Python chooses the wheel."""
-    facts = reader.read(what, platform or f"cp312-{machine}")
-    found = look(facts)
-    python = found.environment.python
-    if platform is None and python not in (None, "3.12"):
-        own = reader.read(what, f"cp{python.replace('.', '')}-{machine}")
-        if own.file != facts.file:
-            return own, look(own)
-    return facts, found
+class _Beside:
+    """An environment of this machine or of a host, looked at for the names that a wheel needs."""
 
-
-def _installed(env: Path | None, host: str | None, facts: WheelFacts) -> HostEnvironment:
-    """Read an environment of this machine or of a host, looking for the names that the wheel needs."""
-    # Models of a host's answer; a wheel beside a release of the index needs none.
-    from bringup.abi import parse_environment
-    from bringup.host_environment import HostEnvironment, read_host
-
-    names = sorted(facts.distribution.undefined_names)
-    if env is not None:
-        probe = paths.host_script("abi_probe")
-        try:
-            found = HostEnvironment(parse_environment(probe.answer(str(env.resolve()), names)), None)
-        except (probe.ProbeError, OSError) as error:
-            raise InputError(f"{env} is no environment that can be read", why=str(error)) from None
-    else:
-        inventory, _, name = (host or "").rpartition(":")
-        if not inventory or not name:
+    def __init__(self, env: Path | None, host: str | None, platform: str | None) -> None:
+        self._env = env
+        self._platform = platform
+        self._inventory, _, self._host = (host or "").rpartition(":")
+        if env is None and not (self._inventory and self._host):
             raise InputError(f"--host {host}: wanted INVENTORY:HOST", hint="such as inventory/fleet.py:gpu-01")
-        found = read_host(inventory, name, names)
-    if not found.environment.version:
-        raise InputError(f"no torch is installed in {env or f'the serving environment of {host}'}")
-    return found
+        self._where = str(env) if env is not None else f"the serving environment of {self._host}"
+
+    def platform(self, wheels: Iterable[str]) -> str:
+        """Return whose wheels fit the environment: its Python and its machine, as it says itself.
+
+        It is asked even when every wheel is a file, whose own platform counts: the machine decides which builds of
+        torch are to compare with.
+        """
+        found = self._looked(()).environment
+        name = f"cp{(found.python or '').replace('.', '')}-{found.machine}"
+        try:
+            split(name)
+        except InputError:
+            if all(what.endswith(".whl") for what in wheels):
+                return f"{DEFAULT_PLATFORM.partition('-')[0]}-{found.machine}"
+            raise InputError(
+                f"no wheel can be chosen for {self._where}",
+                why=f"it has Python {found.python or 'of an unknown version'} on {found.machine}",
+                hint="name a platform with --platform, or the wheel by its file",
+            ) from None
+        return name
+
+    def look(self, facts: WheelFacts) -> HostEnvironment:
+        """Return the environment as far as a wheel needs it; raises InputError for a wheel of another machine."""
+        found = self._looked(sorted(facts.distribution.undefined_names))
+        machine = found.environment.machine
+        if facts.machine not in (None, machine):
+            raise InputError(
+                f"{facts.file} is for {facts.machine}, {self._where} is on {machine}",
+                hint=f"name a wheel for {machine}" + (", or leave --platform out" if self._platform else ""),
+            )
+        return found
+
+    def _looked(self, names: Sequence[str]) -> HostEnvironment:
+        # Models of a host's answer; a wheel beside a release of the index needs none.
+        from bringup.abi import parse_environment
+        from bringup.host_environment import HostEnvironment, read_host
+
+        if self._env is not None:
+            probe = paths.host_script("abi_probe")
+            try:
+                found = HostEnvironment(parse_environment(probe.answer(str(self._env.resolve()), names)), None)
+            except (probe.ProbeError, OSError) as error:
+                raise InputError(f"{self._env} is no environment that can be read", why=str(error)) from None
+        else:
+            found = read_host(self._inventory, self._host, names)
+        if not found.environment.version:
+            raise InputError(f"no torch is installed in {self._where}")
+        return found

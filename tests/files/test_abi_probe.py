@@ -18,6 +18,7 @@ from elf_writer import shared_object
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bringup.abi import judge_environment, parse_environment
 from bringup.paths import files, host_script
 
 probe = host_script("abi_probe")
@@ -627,7 +628,9 @@ def test_answer(environment):
     assert answer["schema"] == 1
     assert (answer["python"], answer["machine"]) == ("3.12", os.uname().machine)
     assert answer["torch"] == {"version": "2.9.1+cu128", "cuda": "12.8"}
-    assert answer["distributions"] == {"ext": {"version": "1.0", "requires_torch": "torch==2.9.*"}}
+    unknown = {"version": "unknown", "requires_torch": None}
+    ext = {"version": "1.0", "requires_torch": "torch==2.9.*"}
+    assert answer["distributions"] == {"ext": ext, "nvidia": unknown, "torch": unknown}
     assert [base[n] for n in answer["process"]["loads"]] == [
         "python3",
         "libtorch_global_deps.so",
@@ -782,3 +785,50 @@ def test_many_names_hash_as_one_after_the_other(names):
 )
 def test_hash_of_one_name(name, value):
     assert probe._gnu_hashes([name]) == [value]
+
+
+REQUIRES = "Name: x\nRequires-Dist: torch==2.9.*\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "file", "known", "wanted"),
+    [
+        pytest.param({}, "my_ext/ops.so", [], ("my-ext", "unknown", None), id="nothing tells"),
+        pytest.param({}, "_my_ext.cpython-312-x86_64-linux-gnu.so", [], ("my-ext", "unknown", None), id="a module"),
+        pytest.param(
+            {"My_Ext-2.1.dist-info/METADATA": REQUIRES}, "my_ext/ops.so", [], ("my-ext", "2.1", "torch==2.9.*"),
+            id="no RECORD",
+        ),
+        pytest.param(
+            {"Ext-2.1.egg-info/top_level.txt": "other\nmy_ext\n"}, "my_ext/a/ops.so", [], ("ext", "2.1", None),
+            id="another name, of a Linux distribution",
+        ),
+        pytest.param(
+            {"ext-2.1-py3.12.egg-info/PKG-INFO": ""}, "ext/ops.so", [], ("ext", "2.1", None), id="an old egg"
+        ),
+        pytest.param(
+            {"my_ext-2.1.dist-info/METADATA": REQUIRES}, "my_ext/ops.so", ["my-ext"],
+            ("my-ext-unrecorded", "unknown", None), id="its RECORD lists others",
+        ),
+    ],
+)  # fmt: skip
+def test_to_whom_a_file_without_a_record_belongs(tmp_path, written, file, known, wanted):
+    for path, text in {**written, file: ""}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    path = str(tmp_path / file)
+    found, owners = probe.unrecorded(str(tmp_path), [path], known)
+    name, version, requires = wanted
+    assert owners == {path: name}
+    assert found == {name: {"version": version, "requires_torch": requires}}
+
+
+def test_what_has_no_record_is_judged(environment):
+    """A package of a Linux distribution: its files are known, and nothing says which are its own."""
+    (environment / "lib/python3.12/site-packages/ext-1.0.dist-info/RECORD").unlink()
+    found = parse_environment(run(str(environment)))
+    verdicts = {verdict.name: verdict for verdict in judge_environment(found)}
+    assert verdicts["torch"].level == "ok"
+    assert verdicts["ext"].version == "1.0"
+    assert verdicts["ext"].level.is_broken
+    assert [file.path for file in verdicts["ext"].files] == ["ext/_C.so", "ext/broken.so"]
