@@ -171,16 +171,25 @@ def command(meeting: across.Meeting, name: str, part: Part) -> list[str]:
         # What serves across hosts is NCCL; everything else in the bench works within one host.
         arguments += ["--profile", part.profile, "--device", "cuda", "--backends", "nccl,nccl_graph"]
     argv = across.torchrun(meeting, name, part.python, part.ranks, part.script, arguments)
-    variables = {**part.variables, "TMPDIR": SCRATCH, "OMP_NUM_THREADS": "1"}
+    own = {"TMPDIR": SCRATCH, "BRINGUP_RUN_ID": meeting.run, "BRINGUP_RUN_LOCK": RUN_LOCK}
+    variables = {"OMP_NUM_THREADS": "1", **part.variables, **own}
     pairs = [f"{key}={value}" for key, value in sorted(variables.items())]
     return ["env", "-i", *pairs, "sh", "-c", _SCRIPTED, OUTPUT, NODE_OUTPUT, *argv]
 
 
 # What an earlier run left must not be taken for this one's, and torchrun leaves its own directory when it is killed.
-_SCRIPTED = (
-    'umask 077; rm -rf "$TMPDIR"; mkdir -p "$TMPDIR" "${0%/*}"; rm -f "$0" "$1"; shift; '
-    '"$@" 2>&1; status=$?; rm -rf "$TMPDIR"; exit $status'
-)
+# The run lock falls when the controller or the way to it is gone, and with it nobody waits for this part any more.
+# Killed, because torchrun does not listen while it waits for another host; its ranks go with it.
+_SCRIPTED = r"""
+umask 077; rm -rf "$TMPDIR"; mkdir -p "$TMPDIR" "${0%/*}"; rm -f "$0" "$1"; shift
+"$@" 2>&1 & part=$!
+is_ours() { grep -q "\"run\": \"$BRINGUP_RUN_ID\"" "$BRINGUP_RUN_LOCK"; }
+{ while is_ours; do sleep 1; done; kill -KILL $part; } >/dev/null 2>&1 & watchdog=$!
+wait $part; status=$?
+kill $watchdog 2>/dev/null; rm -rf "$TMPDIR"
+exit $status
+"""
+RUN_LOCK = "/run/bringup/run.lock"
 
 
 def _run(argv: list[str], limit_s: float) -> None:

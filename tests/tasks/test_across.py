@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,7 +183,10 @@ def test_nothing_starts_unless_all_are_there_and_alike(
 def test_the_command_of_a_part_on_gpus() -> None:
     meeting = Meeting({FIRST: "10.0.0.1", SECOND: "10.0.0.2"}, 29400, "r1")
     argv = across.command(meeting, SECOND, part())
-    assert argv[:5] == ["env", "-i", "OMP_NUM_THREADS=1", "PATH=/usr/bin", "TMPDIR=/run/bringup/across"]
+    assert argv[:8] == [
+        *("env", "-i", "BRINGUP_RUN_ID=r1", "BRINGUP_RUN_LOCK=/run/bringup/run.lock", "OMP_NUM_THREADS=1"),
+        *("PATH=/usr/bin", "TMPDIR=/run/bringup/across", "sh"),
+    ]
     assert argv[argv.index("/env/bin/python") - 2 : argv.index("/env/bin/python")] == [
         "/run/bringup/documents/allreduce_across.json",
         "/run/bringup/documents/allreduce_across_node.json",
@@ -200,6 +205,44 @@ def test_a_part_without_gpus_runs_gloo() -> None:
     argv = across.command(Meeting({FIRST: "a", SECOND: "b"}, 1, "r1"), FIRST, part(device="cpu", ranks=2))
     assert argv[-4:] == ["--profile", "smoke", "--device", "cpu"]
     assert argv[argv.index("--nproc-per-node") + 1] == "2"
+
+
+@pytest.mark.parametrize(
+    ("holder", "part", "status"),
+    [
+        ({"run": "r1", "who": "x"}, "exit 3", 3),
+        ({"run": "r1", "who": "x"}, "echo said; exit 0", 0),
+        ({"run": "r2", "who": "y"}, "exec sleep 60", 137),
+        ({}, "trap '' TERM; exec sleep 60", 137),
+    ],
+    ids=["its status", "what it says", "another run holds the host", "nobody holds it, and it does not listen"],
+)
+def test_a_part_ends_when_its_run_is_over(tmp_path: Path, holder: Answer, part: str, status: int) -> None:
+    lock, scratch = tmp_path / "run.lock", tmp_path / "scratch"
+    lock.write_text(json.dumps(holder, sort_keys=True) + "\n")
+    left = tmp_path / "documents" / "left.json"
+    left.parent.mkdir()
+    left.write_text("of an earlier run")
+    variables = {"PATH": "/usr/bin:/bin", "TMPDIR": str(scratch), "BRINGUP_RUN_ID": "r1", "BRINGUP_RUN_LOCK": str(lock)}
+    argv = ["sh", "-c", across._SCRIPTED, str(left), str(tmp_path / "note"), "sh", "-c", f'test -d "$TMPDIR"; {part}']
+    begun = time.monotonic()
+    done = subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (status, "said\n" if "said" in part else "")
+    assert time.monotonic() - begun < 10
+    assert not scratch.exists()
+    assert not left.exists()
+
+
+def test_a_part_ends_when_the_lock_falls(tmp_path: Path) -> None:
+    lock = tmp_path / "run.lock"
+    lock.write_text('{"run": "r1"}\n')
+    variables = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path / "s"), "BRINGUP_RUN_ID": "r1"}
+    argv = ["sh", "-c", across._SCRIPTED, str(tmp_path / "a"), str(tmp_path / "b"), "sleep", "60"]
+    process = subprocess.Popen(argv, env={**variables, "BRINGUP_RUN_LOCK": str(lock)})
+    time.sleep(1.5)
+    assert process.poll() is None
+    lock.write_text("")
+    assert process.wait(timeout=10) == 137
 
 
 def ended(tmp_path: Path, files: dict[str, str]) -> Ended:
