@@ -111,3 +111,47 @@ def test_gpus_in_use_block_what_needs_them_and_nothing_else(verified: Rig, comma
             assert run.codes("gpu-01") == ["BU-DRV-101"]
     finally:
         verified.shell("gpu-01", "systemctl stop job")
+
+
+LIVES = """
+import pathlib, time, torch
+print(torch.__file__, flush=True)
+for name in ("flashinfer", "sgl_kernel"):
+    while not pathlib.Path("/run/import-" + name).exists():
+        time.sleep(0.05)
+    print(__import__(name).__file__, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_outlives_switch_and_rollback_and_imports_from_its_own_environment(verified: Rig) -> None:
+    host, serving = "gpu-02", "readlink /opt/bringup/current"
+    sglang = ["--stack", "sglang-0.5.9-cu130"]
+    said = (
+        "cd /run; for i in $(seq 100); do [ $(wc -l < lives.out) -ge %d ] && break; sleep 0.1; done; tail -n1 lives.out"
+    )
+    old = verified.shell(host, serving).strip()
+    verified.shell(
+        host,
+        f"rm -f /run/import-*; cat > /run/lives.py <<'END'\n{LIVES}END\n"
+        "systemd-run --quiet --unit=lives --collect --property=StandardOutput=truncate:/run/lives.out "
+        "/opt/bringup/bin/run python /run/lives.py",
+    )
+    try:
+        assert verified.shell(host, said % 1).startswith(f"{old}/lib/")
+        result = must(verified.apply(host, *sglang)).host(host)
+        assert result.verification is not None
+        assert result.verification.state == "verified"
+        new = verified.shell(host, serving).strip()
+        assert new != old
+        patched = f"sha256sum {new}/lib/python3*/site-packages/flashinfer/jit/env.py"
+        assert verified.shell(host, patched).startswith("fc053453fdb040f2")
+        assert verified.shell(host, f"touch /run/import-flashinfer; {said % 2}").startswith(f"{old}/lib/")
+        must(verified.command("rollback", "--limit", host))
+        assert verified.shell(host, serving).strip() == old
+        assert verified.shell(host, f"touch /run/import-sgl_kernel; {said % 3}").startswith(f"{old}/lib/")
+        refused = must(verified.apply(host, *sglang), 1)
+        assert refused.codes(host) == ["BU-PRE-015"]
+    finally:
+        verified.shell(host, "systemctl stop lives")
+        must(verified.command("rollback", "--limit", host, "--unpin"))
