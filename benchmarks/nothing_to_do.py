@@ -5,7 +5,7 @@ same ones, each reached over an ssh connection of its own: looking changes nothi
 many names. What the looking costs *there* is the same machine's processor time as the controller's, so wall times
 rise with it for everybody; processor time counts the controller's processes only.
 
-    python benchmarks/nothing_to_do.py --hosts 1 10 50 --runs 5 --ansible-playbook /opt/ansible/bin/ansible-playbook
+    python benchmarks/nothing_to_do.py --hosts 1 10 50 200 --runs 5 5 1 --ansible-playbook ansible/bin/ansible-playbook
 
 The peers' programs are in benchmarks/peers/: for each section of the probe one task, or one operation or fact. Ansible
 has pipelining and ControlPersist on, as many forks as there are hosts up to 50, and its connections stay warm from the
@@ -35,6 +35,7 @@ from pathlib import Path
 import psutil
 
 from bringup import paths
+from bringup.engine import HOSTS_PER_WORKER
 from bringup.lab.lab import Lab
 from bringup.lab.layout import default_state_dir
 from bringup.stack import Stack, load_stack
@@ -198,6 +199,11 @@ def wanted(lab: Lab, stack: Stack) -> dict[str, object]:
 # ---------------------------------------------------------------- peers
 
 
+def workers(hosts: int) -> int:
+    """Return how many worker processes bringup starts; together they look at as many hosts at a time as Ansible."""
+    return max(1, min(os.cpu_count() or 1, -(-hosts // HOSTS_PER_WORKER)))
+
+
 def peers(lab: Lab, stack: Stack, playbook: str | None, work: Path) -> list[Peer]:
     told = wanted(lab, stack)
     state = {"BRINGUP_STATE": str(work / "state"), "BRINGUP_LAB_STATE": str(lab.layout.state_dir)}
@@ -205,7 +211,16 @@ def peers(lab: Lab, stack: Stack, playbook: str | None, work: Path) -> list[Peer
     found = [
         Peer(
             "bringup",
-            lambda n, at: [sys.executable, "-m", "bringup.cli", "apply", str(at / f"bringup-{n}.py"), "--yes"],
+            lambda n, at: [
+                sys.executable,
+                "-m",
+                "bringup.cli",
+                "apply",
+                str(at / f"bringup-{n}.py"),
+                "--yes",
+                "--parallel",
+                str(max(1, FORKS // workers(n))),
+            ],
             state,
         ),
         Peer(
@@ -283,8 +298,8 @@ def goals(found: Mapping[tuple[str, int], Sequence[Cost]], counts: Sequence[int]
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    arguments.add_argument("--hosts", type=int, nargs="+", default=[1, 10, 50])
-    arguments.add_argument("--runs", type=int, default=5)
+    arguments.add_argument("--hosts", type=int, nargs="+", default=[1, 10, 50, 200])
+    arguments.add_argument("--runs", type=int, nargs="+", default=[5], help="for each number of hosts; the last stays")
     arguments.add_argument("--state-dir", type=Path, default=default_state_dir(), help="of the lab that is up")
     arguments.add_argument("--ansible-playbook", default=shutil.which("ansible-playbook"))
     arguments.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="longest single run")
@@ -305,7 +320,7 @@ def main() -> int:
         try:
             for count in counts:
                 write_inventories(lab, addresses(lab, count), work)
-                for _ in range(chosen.runs):
+                for _ in range((chosen.runs + chosen.runs[-1:] * len(counts))[counts.index(count)]):
                     for peer in all_peers:
                         if peer.name in given_up:
                             continue

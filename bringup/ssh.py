@@ -15,7 +15,7 @@ BANNER_TIMEOUT_S = 30
 AUTH_TIMEOUT_S = 30
 KEEPALIVE_S = 15
 
-WAKE_S = 1.0
+WAKE_S = 5.0
 """How often a silent connection is looked after. Paramiko's tenth of a second would be most of what a controller does
 while many hosts are at work; data and ``close`` wake it at once, so nothing waits for this."""
 

@@ -47,7 +47,7 @@ check("verification", bool(host.get_fact(FileContents, path="/var/lib/bringup/ve
 check("pin", not host.get_fact(File, path="/var/lib/bringup/pin.json"))
 assigned = json.loads("".join(host.get_fact(FileContents, path="/var/lib/bringup/assigned.json")))
 check("assigned", assigned["digest"] == WANTED["digest"])
-look("for name in run work; do flock --nonblock /run/bringup/$name.lock true; done")
+look("for name in run work; do flock --shared --nonblock /run/bringup/$name.lock true; done")
 systemd.service(name="services", service="nvidia-persistenced.service", running=True, enabled=True)
 look("cat /etc/environment /etc/profile.d/*.sh")
 for path in ("/etc/bringup/service.env", "/opt/bringup/bin/run", "/etc/modprobe.d/bringup-nouveau.conf"):
