@@ -147,8 +147,12 @@ def parts_of_run(context: Context) -> Commands:
         return
     if any(part.is_lookalike for part in parts.values()):
         return
-    meeting = across.Meeting({name: part.address for name, part in parts.items()}, asked.port, facts.RUN_ID)
+    meeting = _meeting(asked.hosts, asked.port)
     yield FunctionCommand(_run, (command(meeting, host.name, parts[host.name]), limit_s(meeting, parts[host.name])), {})
+
+
+def _meeting(hosts: tuple[str, ...], port: int) -> across.Meeting:
+    return across.Meeting({name: _parts[name].address for name in hosts}, port, facts.RUN_ID)
 
 
 def gone(hosts: tuple[str, ...]) -> list[str]:
@@ -251,7 +255,7 @@ def verdict_of_run(context: Context) -> Commands:
 @cache
 def _verdict(hosts: tuple[str, ...], port: int) -> across.Verdict:
     parts = [_ended.get(name) or across.Ended(name, None) for name in hosts]
-    return across.judge(parts, f"{_parts[hosts[0]].address}:{port}")
+    return across.judge(parts, _meeting(hosts, port).endpoint)
 
 
 def _tell(
