@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -29,6 +29,7 @@ GLIBC = (2, 36)
 
 _PLATFORM = re.compile(r"cp3(11|12|13)-(x86_64|aarch64)")
 _PROJECT = "bringup-lock"
+_NO_WHEEL = re.compile(r"\b([A-Za-z0-9][A-Za-z0-9._-]*)==\S+ has no wheels with a matching")
 # What uv may see of our environment. Stray UV_* and PIP_* variables would change what a stack means.
 _PASSED = (
     *("PATH", "HOME", "LANG", "TMPDIR", "XDG_CACHE_HOME", "UV_CACHE_DIR", "SSL_CERT_FILE", "SSL_CERT_DIR"),
@@ -92,7 +93,31 @@ class Compiler:
         """Return the resolution of ``project``.
 
         ``what`` begins the message of the InputError that is raised when there is none.
+
+        A preferred version that the first of several indexes has for another machine only makes uv give up, or move
+        to another version, although a later index has a wheel that fits. So all of them are first asked for exactly;
+        what cannot be kept is found out by preference, without those that uv stumbles over.
         """
+        if project.preferred:
+            try:
+                return self._answers(replace(project, preferred={}), project.preferred, what)
+            except InputError:
+                pass
+        preferred, kept = dict(project.preferred), dict[str, str]()
+        while True:
+            try:
+                return self._answers(replace(project, preferred=preferred), kept, what)
+            except InputError as error:
+                found = _NO_WHEEL.search(error.why or "")
+                name = canonicalize_name(found[1]) if found else ""
+                if name in preferred:
+                    kept[name] = preferred.pop(name)
+                elif name in kept:
+                    del kept[name]
+                else:
+                    raise
+
+    def _answers(self, project: Project, exactly: Mapping[str, str], what: str) -> tuple[Answer, ...]:
         output = self.directory / "pylock.toml"
         # uv keeps the versions that it finds in its output file.
         output.write_text(
@@ -107,7 +132,8 @@ class Compiler:
             ),
             encoding="utf-8",
         )
-        self._run(project, ["--generate-hashes", "--format", "pylock.toml", "-o", str(output)], what)
+        arguments = ["--generate-hashes", "--format", "pylock.toml", "-o", str(output)]
+        self._run(project, arguments, what, exactly)
         document = tomllib.loads(output.read_text(encoding="utf-8"))
         return tuple(
             Answer(
@@ -121,19 +147,17 @@ class Compiler:
     def origins(self, project: Project, answers: Iterable[Answer]) -> dict[str, Origin]:
         """Return where every package of ``answers`` came from.
 
-        uv's pylock.toml does not tell, its requirements format does; with everything preferred as answered, the
+        uv's pylock.toml does not tell, its requirements format does; with everything asked for as answered, the
         second resolution is the first one again, out of uv's cache.
         """
         output = self.directory / "requirements.txt"
-        output.write_text(
-            "".join(f"{each.name}=={each.version}\n" for each in answers if each.version), encoding="utf-8"
-        )
+        output.unlink(missing_ok=True)
         arguments = ["--emit-index-annotation", "--annotation-style", "split", "-o", str(output)]
-        self._run(project, arguments, "the indexes")
+        self._run(project, arguments, "the indexes", {each.name: each.version for each in answers if each.version})
         names = {source.url.rstrip("/"): name for name, source in self.sources.named.items()}
         return dict(_origins(output.read_text(encoding="utf-8"), names))
 
-    def _run(self, project: Project, arguments: Sequence[str], what: str) -> None:
+    def _run(self, project: Project, arguments: Sequence[str], what: str, exactly: Mapping[str, str]) -> None:
         minor, machine = split(self.platform)
         source = self.directory / "pyproject.toml"
         source.write_text(self._project_text(project), encoding="utf-8")
@@ -154,6 +178,11 @@ class Compiler:
             overrides = self.directory / "overrides.txt"
             overrides.write_text("".join(f"{line}\n" for line in project.overrides), encoding="utf-8")
             command += ["--overrides", str(overrides)]
+        if exactly:
+            constraints = self.directory / "constraints.txt"
+            lines = (f"{name}=={version}\n" for name, version in sorted(exactly.items()))
+            constraints.write_text("".join(lines), encoding="utf-8")
+            command += ["--constraints", str(constraints)]
         if not project.with_dependencies:
             command.append("--no-deps")
         done = subprocess.run(

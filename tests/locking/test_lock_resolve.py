@@ -71,6 +71,46 @@ def test_versions_of_the_lock_are_kept_while_they_fit(shared: Site) -> None:
     assert "torch: torch 2.9.1+cu130 from pytorch" in shown(kept)
 
 
+@pytest.mark.parametrize(
+    ("requirements", "preferred", "wanted"),
+    [
+        pytest.param(["demo-ops==1.0"], {}, ["demo-ops 1.0", "demo-part 2.0"], id="nothing to keep"),
+        pytest.param(["demo-ops==1.0"], {"demo-ops": "1.0"}, ["demo-ops 1.0", "demo-part 2.0"], id="a pin that is kept"),
+        pytest.param(["demo-ops"], {"demo-ops": "1.0"}, ["demo-ops 1.0", "demo-part 2.0"], id="a version that is kept"),
+        pytest.param(
+            ["demo-ops==2.0"], {"demo-ops": "1.0", "demo-part": "1.0"}, ["demo-ops 2.0", "demo-part 1.0"],
+            id="one has to move, the other is kept",
+        ),
+        pytest.param(
+            ["demo-ops==1.0", "demo-part>=2"], {"demo-ops": "1.0", "demo-part": "1.0"}, ["demo-ops 1.0", "demo-part 2.0"],
+            id="the pin is kept, the other has to move",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("explain", [False, True])
+def test_what_an_earlier_index_has_for_another_machine_only(
+    site: Site, requirements: list[str], preferred: dict[str, str], wanted: list[str], explain: bool
+) -> None:
+    site.add("extra", "demo-ops", "1.0", tag=f"cp311-cp311-{X86}")
+    for version in ("1.0", "2.0"):
+        site.add("default", "demo-ops", version, "demo-part", tag="cp311-cp311-manylinux_2_28_aarch64")
+        site.add("default", "demo-part", version)
+    at = Sources({}, DefaultIndex(Source(site.index("default")), extra=(Source(site.index("extra")),)))
+    text = (
+        STACK[: STACK.index("[[python.index]]")]
+        + f"""
+[[python.step]]
+name = "ops"
+requirements = {requirements!r}
+"""
+    )
+    resolved = resolve(stack(text), "cp311-aarch64", at, preferred=preferred, explain=explain)
+    assert [f"{file.locked.distribution} {file.locked.version}" for file in resolved.files] == wanted
+    assert [file.locked.file for file in resolved.files if "ops" in file.locked.file] == [
+        f"demo_ops-{wanted[0].split()[1]}-cp311-cp311-manylinux_2_28_aarch64.whl"
+    ]
+
+
 def test_explaining_names_who_asked(shared: Site) -> None:
     resolved = resolve(stack(), "cp311-x86_64", sources(shared), explain=True)
     asked = {file.locked.distribution: file.required_by for file in resolved.files}
