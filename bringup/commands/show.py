@@ -22,7 +22,8 @@ _MARK = {"error": "refused", "warning": "warning", "info": "note"}
 
 def results(console: Console, document: Results, *, verbose: bool = False) -> None:
     """Print every host that has something to tell, then one line that counts."""
-    width = max((len(host) for host in document.hosts), default=0) + 2
+    names = [*document.hosts, *(["across"] if document.across is not None else [])]
+    width = max(map(len, names), default=0) + 2
     source = document.stack.name if document.stack else ""
     for name, host in document.hosts.items():
         _host(console, name, host, width, source, verbose=verbose)
