@@ -42,13 +42,14 @@ def runs(records: Iterable[RunRecord]) -> Table:
 
 def hosts(records: Iterable[HostRecord]) -> Table:
     """Return a table of hosts as they were last seen."""
-    table = _table("host", "status", "seen", "by", "stack", "environment", "verified", "about it")
+    table = _table("host", "status", "seen", "by", "stack", "environment", "about it")
     for record in records:
         result = record.result
         stack = f"{result.assigned.name} ({result.assigned.digest})" if result.assigned else ""
         environment = f"{result.environment.digest}-{result.environment.generation}" if result.environment else ""
         worst = result.worst_finding
-        about = [f"pinned: {result.pin.digest}"] if result.pin else []
+        about = [f"verified {text.when(record.verified_s)}"] if record.verified_s is not None else []
+        about += [f"pinned: {result.pin.digest}"] if result.pin else []
         about += [f"{len(result.differences)} differences"] if result.differences and not result.changes else []
         about += [f"{worst.code} {worst.cause}"] if worst and worst.severity != "info" else []
         about += [result.why] if result.why else []
@@ -56,8 +57,7 @@ def hosts(records: Iterable[HostRecord]) -> Table:
         table.add_row(
             *_cells(record.host),
             _status(result.status),
-            *_cells(text.when(record.seen_s), f"{record.command} {record.run}", stack, environment),
-            *_cells(text.when(record.verified_s), "; ".join(about)),
+            *_cells(text.when(record.seen_s), record.command, stack, environment, "; ".join(about)),
         )
     return table
 
@@ -112,7 +112,9 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
         is_number = column in ("hosts", "changes", "exit")
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+        # What is cut in two cannot be read or copied; a narrow terminal wraps the other columns.
+        is_whole = column in ("host", "status", "environment", "run", "rollout")
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold", no_wrap=is_whole)
     return table
 
 

@@ -349,6 +349,9 @@ def test_hosts_table_says_what_matters() -> None:
     assert by_host["gpu-ok"].endswith("lab (abc123) 0123456789ab-3 simulated: gpu, driver, wheels")
     assert by_host["gpu-unknown"].endswith("ssh: connection timed out")
     assert "pinned: bad; BU-PRE-003 <script>" in by_host["gpu-refused"]
+    proved = HostRecord(host="a", run="r1", command="apply", seen_s=0.0, result=OK, verified_s=60.0)
+    assert "verified 1970-01-01 00:01:00 UTC; simulated" in drawn(tables.hosts([proved]), 400)
+    assert "0123456789ab-3" in drawn(tables.hosts([proved]), 70), "a name that is cut in two cannot be copied"
 
 
 def test_rollouts_table() -> None:
