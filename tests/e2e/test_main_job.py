@@ -113,6 +113,20 @@ def test_gpus_in_use_block_what_needs_them_and_nothing_else(verified: Rig, comma
         verified.shell("gpu-01", "systemctl stop job")
 
 
+def test_across_hosts_every_host_is_proved_first_and_what_cannot_be_measured_says_why(verified: Rig) -> None:
+    run = must(verified.command("verify", "--across", *ONLY))
+    assert {host: run.host(host).verification.state for host in HOSTS} == dict.fromkeys(HOSTS, "verified")  # type: ignore[union-attr]
+    across = run.results.across
+    assert across is not None
+    assert (across.hosts, across.state, across.ranks, across.backends) == (HOSTS, "not_run", 0, ())
+    assert across.reason is not None
+    assert "torch" in across.reason
+    alone = verified.command("verify", "--across", "--limit", "gpu-01")
+    assert (alone.status, "only gpu-01 is chosen" in alone.err) == (2, True)
+    left = verified.shell("gpu-02", "pgrep -af 'torch.distributed|allreduce' || echo nothing").strip()
+    assert left == "nothing"
+
+
 LIVES = """
 import pathlib, time, torch
 print(torch.__file__, flush=True)
@@ -127,9 +141,7 @@ time.sleep(600)
 def test_a_process_outlives_switch_and_rollback_and_imports_from_its_own_environment(verified: Rig) -> None:
     host, serving = "gpu-02", "readlink /opt/bringup/current"
     sglang = ["--stack", "sglang-0.5.9-cu130"]
-    said = (
-        "cd /run; for i in $(seq 99); do [ $(wc -l <lives.out) -ge %d ] && break; sleep .1; done; tail -n1 lives.out"
-    )
+    said = "cd /run; for i in $(seq 99); do [ $(wc -l <lives.out) -ge %d ] && break; sleep .1; done; tail -n1 lives.out"
     old = verified.shell(host, serving).strip()
     verified.shell(
         host,
