@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -276,3 +278,50 @@ def test_a_killed_dask_worker_that_held_a_host_is_replaced_and_nothing_is_done_t
         assert fleet.rig.serving(host) != before[host]
     again = crash.apply(rig, hosts, options[: options.index("--executor")])
     assert [again.host(host)["changes"] for host in hosts] == [0, 0]
+
+
+def test_a_rollout_whose_controller_is_killed_in_a_cutover_goes_on_without_skipping_or_repeating_a_host(
+    fleet: Fleet,
+) -> None:
+    hosts = HOSTS[-3:]
+    only = [word for host in hosts for word in ("--limit", host)]
+    options = [*only, *fleet.variable("killed")]
+    fleet.asked()
+    completed = "python3 -c 'import json; print(len(json.load(open(\"/var/lib/bringup/cutovers.json\"))))'"
+    before = {host: int(fleet.rig.shell(host, completed)) for host in hosts}
+    words = [*BRINGUP, "rollout", str(fleet.inventory), *options, "--yes", "--events", "-"]
+    with subprocess.Popen(
+        words, env=fleet.rig.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        at, done = None, 0
+        for line in first.stdout:
+            transition = json.loads(line).get("transition", {})
+            # In the middle of the second wave: one host is done, and one may not have begun.
+            if (transition.get("kind"), transition.get("step")) == ("step_begun", "cutover") and done:
+                at = transition["host"]
+                workers = crash.children(first.pid)
+                first.kill()
+                for pid in workers:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                break
+            done += (transition.get("kind"), transition.get("step")) == ("step_ended", "undrain")
+    assert at is not None, "no cutover began in the second wave"
+    resume = ["rollout", str(fleet.inventory), "--resume", *options, "--json"]
+    ended = fleet.run([*BRINGUP, *resume])
+    deadline = time.monotonic() + 120
+    while ended.status == 2 and "driven by" in ended.err and time.monotonic() < deadline:
+        time.sleep(2)  # the dead controller's lease runs out by itself
+        ended = fleet.run([*BRINGUP, *resume])
+    ended.must(0)
+    assert ended.document.status == "done"
+    assert ended.phases == dict.fromkeys(hosts, "done")
+    drift = must(fleet.rig.command("drift", *options, inventory=fleet.inventory))
+    assert {host: drift.differences(host) for host in hosts} == {host: [] for host in hosts}
+    assert {host: int(fleet.rig.shell(host, completed)) for host in hosts} == {host: before[host] + 1 for host in hosts}
+    asked = fleet.asked()
+    assert asked.count(f"undrain {hosts[0]}") == 1
+    last = {host: max(at for at, word in enumerate(asked) if word.endswith(host)) for host in hosts}
+    assert {host: asked[at].split()[0] for host, at in last.items()} == dict.fromkeys(hosts, "undrain")
+    assert [crash.leftovers(fleet.rig.lab, host) for host in hosts] == [""] * len(hosts)
