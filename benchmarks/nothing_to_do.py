@@ -109,7 +109,10 @@ def measured(peer: Peer, hosts: int, work: Path, sessions: Callable[[], int], li
     try:
         said, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
+        # Ansible's forks have sessions of their own; one that lived on would count as the next peer's.
+        for descendant in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                descendant.kill()
         process.communicate()
         return f"took longer than {limit_s:.0f} s"
     wall_s = time.monotonic() - started
