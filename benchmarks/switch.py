@@ -119,7 +119,9 @@ def main() -> int:
     wait = (
         "for i in $(seq 100); do [ $(wc -l < /run/lives.out) -ge 2 ] && break; sleep 0.1; done; tail -n1 /run/lives.out"
     )
-    imported = lab.run(options.host, ["sh", "-c", f"touch /run/import-now; {wait}; systemctl stop lives"]).stdout.strip()
+    imported = lab.run(
+        options.host, ["sh", "-c", f"touch /run/import-now; {wait}; systemctl stop lives"]
+    ).stdout.strip()
     hand = statistics.median(hands)
     print(f"{options.rounds} rounds on {options.host}, {' and '.join(options.stacks)}, {os.cpu_count()} cores")
     print(f"{'by hand over the same ssh':<28} {hand:6.2f} s")
