@@ -116,9 +116,8 @@ def main() -> int:
         rollbacks.append(cutover(run("rollback", *only, "--yes")))
         run("rollback", *only, "--unpin", "--yes")
         hands.append(by_hand(lab, options.host, old))
-    wait = (
-        "for i in $(seq 100); do [ $(wc -l < /run/lives.out) -ge 2 ] && break; sleep 0.1; done; tail -n1 /run/lives.out"
-    )
+    has_two = "[ $(wc -l < /run/lives.out) -ge 2 ]"
+    wait = f"for i in $(seq 100); do {has_two} && break; sleep 0.1; done; tail -n1 /run/lives.out"
     imported = lab.run(
         options.host, ["sh", "-c", f"touch /run/import-now; {wait}; systemctl stop lives"]
     ).stdout.strip()
