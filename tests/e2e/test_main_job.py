@@ -139,7 +139,7 @@ time.sleep(600)
 
 
 def test_a_process_outlives_switch_and_rollback_and_imports_from_its_own_environment(verified: Rig) -> None:
-    host, serving = "gpu-02", "readlink /opt/bringup/current"
+    host, serving = "gpu-01", "readlink /opt/bringup/current"
     sglang = ["--stack", "sglang-0.5.9-cu130"]
     said = "cd /run; for i in $(seq 99); do [ $(wc -l <lives.out) -ge %d ] && break; sleep .1; done; tail -n1 lives.out"
     old = verified.shell(host, serving).strip()
