@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """Let whoever ends a run have it clean up as Ctrl-C does; a shell's background jobs ignore even that."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
