@@ -25,7 +25,7 @@ check: venv
 	@$(VENV)/lint-imports
 
 test-quick: venv
-	@$(PYTEST) -m "not lab and not real and not bootstrap" -q
+	@$(PYTEST) -m "not lab and not real and not bootstrap and not slow" -q
 
 test: 
 	@$(PYTHON) bringup/bootstrap.py --system lab --system test

@@ -8,6 +8,20 @@ import sys
 
 import pytest
 
+SLOW = (
+    *("test_dask_executor", "test_rollout_command", "test_abi_command", "test_engine", "test_ending"),
+    *("test_allreduce_bench", "test_host_work", "test_host_env", "test_jit_warmup", "test_probe_count"),
+    *("test_lock_command", "test_lock_proposal", "test_lock_rehearsal"),
+)
+"""Files whose tests wait for processes of their own, ten seconds and more in all: not part of `make test-quick`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test-quick` leaves out."""
+    for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker("slow")
+
 
 def pytest_configure() -> None:
     """Let whoever ends a run have it clean up as Ctrl-C does; a shell's background jobs ignore even that."""

@@ -300,8 +300,8 @@ def test_a_stopped_rank_is_named_before_any_limit_and_where_the_others_were() ->
     assert not [entry["pid"] for entry in ranks if is_alive(entry["pid"])]
 
 
-def test_a_rank_that_dies_is_the_cause_and_not_those_that_lost_it() -> None:
-    _, document, _ = stand_in(standin="0:error,2:kill")
+def test_a_rank_that_dies_is_the_cause_and_not_those_that_lost_it(tmp_path: Path) -> None:
+    _, document, _ = stand_in(standin="0:lost,2:kill", STANDIN_MARK=str(tmp_path / "dead"))
     assert document["failures"][0]["rank"] == 2
 
 
