@@ -859,6 +859,7 @@ def test_the_lowest_accepted_bandwidth(known: list[float], expected: float) -> N
             GateEvidence(True, findings=frozenset({"BU-VFY-003", "BU-FAB-001"})),
             {"findings": "new since the cutover: BU-FAB-001, BU-VFY-003"},
         ),
+        (GateEvidence(True, findings=frozenset({"BU-ENV-004"})), {}),
         (GateEvidence(True, soak_s=600, soaked_s=599), {"soak": "watched for 599 s of 600 s"}),
     ],
     ids=[
@@ -873,6 +874,7 @@ def test_the_lowest_accepted_bandwidth(known: list[float], expected: float) -> N
         "another-gpu-count-is-not-compared",
         "known-finding",
         "new-finding",
+        "services-that-run-on",
         "soak-not-over",
     ],
 )
