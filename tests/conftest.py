@@ -11,9 +11,10 @@ import pytest
 SLOW = (
     *("test_dask_executor", "test_rollout_command", "test_abi_command", "test_engine", "test_ending"),
     *("test_allreduce_bench", "test_host_work", "test_host_env", "test_jit_warmup", "test_probe_count"),
-    *("test_lock_command", "test_lock_proposal", "test_lock_rehearsal"),
+    *("test_lock_command", "test_lock_proposal", "test_lock_rehearsal", "test_lock_resolve", "test_lock_fetch"),
+    *("test_bootstrap", "test_bundle", "test_stack_check", "test_mirror"),
 )
-"""Files whose tests wait for processes of their own, ten seconds and more in all: not part of `make test-quick`."""
+"""Files whose tests wait for processes of their own, for seconds: not part of `make test-quick`."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
