@@ -238,7 +238,7 @@ def _named(overrides: Mapping[str, Any], files: dict[str, Path]) -> dict[str, st
         beside = stack.with_name(f"{stack.stem}.lock.toml")
         if not overrides.get("lock") and beside.is_file():
             files[f"named/{beside.name}"] = beside
-        for patch in load_stack(stack, lock_path=beside).python.patches:
+        for patch in load_stack(stack).python.patches:
             if ".." in Path(patch.diff).parts or Path(patch.diff).is_absolute():
                 raise InputError(
                     f"{stack}: the patch {patch.diff} cannot travel to another machine", hint="put it beside the stack"

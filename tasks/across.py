@@ -138,7 +138,7 @@ def parts_of_run(context: Context) -> Commands:
     assert asked is not None
     absent = gone(asked.hosts)
     if absent:
-        facts.tell_finding(host, _fell_out(absent))
+        facts.tell_finding(host, across.because_of(absent))
         return
     parts = {name: _parts[name] for name in asked.hosts}
     unlike = _unlike(parts)
@@ -312,16 +312,6 @@ def _unlike(parts: Mapping[str, Part]) -> Finding | None:
             "set bringup_rendezvous to the address by which the other hosts reach each of them",
         )
     return None
-
-
-def _fell_out(absent: list[str]) -> Finding:
-    return Finding(
-        code="BU-VFY-237",
-        severity="warning",
-        cause=f"nothing was measured across the hosts because of {', '.join(absent)}",
-        remedy=f"see what is said of {', '.join(absent)}, or leave it out with --exclude",
-        evidence={"hosts": absent},
-    )
 
 
 @deploy("Verify")

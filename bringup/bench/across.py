@@ -141,15 +141,20 @@ def _document(parts: Sequence[Ended]) -> Document | None:
 
 
 def _blamed(parts: Sequence[Ended], faults: Mapping[str, Finding]) -> dict[str, tuple[Finding, ...]]:
-    named = ", ".join(faults)
-    innocent = Finding(
+    innocent = because_of(list(faults))
+    return {part.host: (faults.get(part.host, innocent),) for part in parts}
+
+
+def because_of(hosts: Sequence[str]) -> Finding:
+    """Return the finding for a host that could not be measured because of others."""
+    named = ", ".join(hosts)
+    return Finding(
         code="BU-VFY-237",
         severity="warning",
         cause=f"nothing was measured across the hosts because of {named}",
         remedy=f"see what is said of {named}, or leave it out with --exclude",
-        evidence={"hosts": list(faults)},
+        evidence={"hosts": list(hosts)},
     )
-    return {part.host: (faults.get(part.host, innocent),) for part in parts}
 
 
 # ---------------------------------------------------------------- who is at fault

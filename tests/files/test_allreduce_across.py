@@ -24,22 +24,8 @@ SCRIPT = paths.files() / "allreduce_bench.py"
 BENCH = paths.host_script("allreduce_bench")
 WORK = paths.files() / "host_work.py"
 SCHEMA = json.loads((paths.root() / "docs/reference/allreduce-bench.schema.json").read_text(encoding="utf-8"))
-TORCH = "torch==2.13.0"
 ADDRESSES = {"gpu-01": "127.0.0.2", "gpu-02": "127.0.0.3"}
 LIMIT_S = 90.0
-
-
-@pytest.fixture(scope="session")
-def torch_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return an interpreter with torch: BRINGUP_TORCH_PYTHON, or a new environment with torch."""
-    named = os.environ.get("BRINGUP_TORCH_PYTHON")
-    if named:
-        return named
-    directory = tmp_path_factory.mktemp("torch")
-    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
-    python = str(directory / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "--quiet", TORCH, "numpy"], check=True, timeout=900)
-    return python
 
 
 def free_port() -> int:

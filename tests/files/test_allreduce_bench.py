@@ -362,21 +362,6 @@ def test_a_wrong_result_comes_before_everything_else() -> None:
 
 # ---------------------------------------------------------------- real ranks over gloo
 
-TORCH = "torch==2.13.0"
-
-
-@pytest.fixture(scope="session")
-def torch_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return an interpreter with torch: BRINGUP_TORCH_PYTHON, or a new environment with torch for CPU or GPU."""
-    named = os.environ.get("BRINGUP_TORCH_PYTHON")
-    if named:
-        return named
-    directory = tmp_path_factory.mktemp("torch")
-    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
-    python = str(directory / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "--quiet", TORCH, "numpy"], check=True, timeout=900)
-    return python
-
 
 @pytest.mark.real
 def test_eight_ranks_give_the_right_sum(torch_python: str) -> None:
