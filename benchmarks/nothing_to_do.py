@@ -310,7 +310,7 @@ def main() -> int:
     chosen = arguments.parse_args()
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     lab = Lab.open(chosen.state_dir)
-    stack = load_stack(paths.stacks() / "lab.toml", lock_path=lab.layout.locks / "lab.lock.toml")
+    stack = load_stack(paths.stacks() / "lab.toml", lock_path=lab.layout.locks)
     sessions = sessions_of(lab)
     counts = sorted(chosen.hosts)
     found: dict[tuple[str, int], list[Cost]] = {}

@@ -32,7 +32,7 @@ from distributed.security import Security
 
 from bringup.engine import Line
 from bringup.errors import BringupError, InputError
-from bringup.stack import load_stack
+from bringup.stack import is_lock, load_stack, lock_path_of
 
 ATTEMPTS = 3
 """A shard that costs its worker this often is no accident of the workers."""
@@ -235,7 +235,7 @@ def _named(overrides: Mapping[str, Any], files: dict[str, Path]) -> dict[str, st
     if stack.suffix == ".toml":
         named["stack"] = f"named/{stack.name}"
         files[named["stack"]] = stack
-        beside = stack.with_name(f"{stack.stem}.lock.toml")
+        beside = lock_path_of(stack)
         if not overrides.get("lock") and beside.is_file():
             files[f"named/{beside.name}"] = beside
         for patch in load_stack(stack).python.patches:
@@ -246,7 +246,7 @@ def _named(overrides: Mapping[str, Any], files: dict[str, Path]) -> dict[str, st
             files[f"named/{patch.diff}"] = stack.parent / patch.diff
     if overrides.get("lock"):
         named["lock"] = "named/locks" if lock.is_dir() else f"named/locks/{lock.name}"
-        for path in lock.glob("*.lock.toml") if lock.is_dir() else (lock,):
+        for path in filter(is_lock, lock.iterdir()) if lock.is_dir() else (lock,):
             files[f"named/locks/{path.name}"] = path
     return named
 

@@ -29,7 +29,7 @@ from bringup.errors import BringupError, HostError, InputError
 from bringup.finding import Finding
 from bringup.host_state import HostState
 from bringup.secret import split_login
-from bringup.stack import Stack, load_stack
+from bringup.stack import Stack, load_stack, stack_path
 from bringup.wanted import Site
 
 _CARRIER = (
@@ -274,24 +274,10 @@ def apt_login(host: Host) -> tuple[str, tuple[str, str]] | None:
 def stack_named(name_or_path: str, lock: str | None = None) -> Stack:
     """Return a stack by the name of a shipped one or by path, with its lock.
 
-    ``lock`` None means the lock beside the stack; a directory holds ``NAME.lock.toml``.
+    ``lock`` is a file or a directory of locks; None means the lock beside the stack.
     Raises InputError when there is no such stack.
     """
-    path = Path(name_or_path)
-    if not name_or_path.endswith(".toml"):
-        path = paths.stacks() / f"{name_or_path}.toml"
-        if not path.is_file():
-            shipped = sorted(
-                file.stem for file in paths.stacks().glob("*.toml") if not file.name.endswith(".lock.toml")
-            )
-            raise InputError(
-                f"no stack is called {name_or_path!r}",
-                hint=f"bringup ships {', '.join(shipped)}; or name the path of a .toml file",
-            )
-    lock_path = Path(lock) if lock else None
-    if lock_path is not None and lock_path.is_dir():
-        lock_path = lock_path / f"{path.stem}.lock.toml"
-    return load_stack(path, lock_path=lock_path)
+    return load_stack(stack_path(name_or_path), lock_path=Path(lock) if lock else None)
 
 
 def listen(listener: Callable[[str, str, Mapping[str, Any]], None]) -> None:

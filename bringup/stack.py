@@ -30,10 +30,13 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_after_validator_function
 
+from bringup import paths
 from bringup.errors import InputError
 
 DIGEST_LENGTH = 12
 """Hexadecimal digits of SHA-256 that name a stack or an environment."""
+
+_LOCK_SUFFIX = ".lock.toml"
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -441,13 +444,39 @@ def parse_lock(text: str, *, source: str) -> Lock:
     return _validated(Lock, _toml(text, source), source)
 
 
+def stack_path(name_or_path: str) -> Path:
+    """Return the file of a stack given by the name of a shipped one or by path.
+
+    Raises InputError when no stack of that name is shipped; a path is not looked at.
+    """
+    if name_or_path.endswith(".toml"):
+        return Path(name_or_path)
+    path = paths.stacks() / f"{name_or_path}.toml"
+    if is_lock(path) or not path.is_file():
+        shipped = sorted(file.stem for file in paths.stacks().glob("*.toml") if not is_lock(file))
+        raise InputError(
+            f"no stack is called {name_or_path!r}",
+            hint=f"bringup ships {', '.join(shipped)}; or name the path of a .toml file",
+        )
+    return path
+
+
+def lock_path_of(stack_path: Path, directory: Path | None = None) -> Path:
+    """Return where the lock of a stack belongs: in a directory of locks; None means beside the stack."""
+    return (directory or stack_path.parent) / (stack_path.name.removesuffix(".toml") + _LOCK_SUFFIX)
+
+
+def is_lock(path: Path) -> bool:
+    """Return whether a file is a lock by its name; locks and stacks lie side by side."""
+    return path.name.endswith(_LOCK_SUFFIX)
+
+
 def load_stack(path: Path, *, lock_path: Path | None = None) -> Stack:
-    """Return the stack in ``path`` with its lock; ``lock_path`` None means ``NAME.lock.toml`` beside it.
+    """Return the stack in ``path`` with its lock: a file, or a directory of locks; None means beside the stack.
 
     A missing lock leaves ``Stack.lock`` None. Raises InputError when a file cannot be read or parsed.
     """
-    beside = path.with_name(path.name.removesuffix(".toml") + ".lock.toml")
-    lock_file = lock_path or beside
+    lock_file = lock_path if lock_path and not lock_path.is_dir() else lock_path_of(path, lock_path)
     lock = parse_lock(_read(lock_file), source=str(lock_file)) if lock_file.is_file() else None
     return parse_stack(_read(path), source=str(path), lock=lock)
 

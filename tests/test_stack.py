@@ -16,7 +16,17 @@ import tomlkit
 
 from bringup import paths
 from bringup.errors import InputError
-from bringup.stack import Lock, Stack, json_schema, load_stack, parse_lock, parse_stack
+from bringup.stack import (
+    Lock,
+    Stack,
+    is_lock,
+    json_schema,
+    load_stack,
+    lock_path_of,
+    parse_lock,
+    parse_stack,
+    stack_path,
+)
 
 SHA256 = "0" * 64
 
@@ -228,6 +238,51 @@ def test_lock_of_another_stack_is_refused(tmp_path: Path) -> None:
     assert raised.value.what == f"{tmp_path}/demo.toml: the lock beside it was made for another stack"
     assert raised.value.why == "wanted stack = 'demo', found 'other'"
     assert raised.value.hint == "run `bringup lock demo`"
+
+
+@pytest.mark.parametrize(
+    ("stack_file", "directory", "lock_file"),
+    [
+        pytest.param("a/demo.toml", None, "a/demo.lock.toml", id="beside the stack"),
+        pytest.param("a/demo.toml", "b/locks", "b/locks/demo.lock.toml", id="in a directory"),
+        pytest.param("a/sglang-0.5.9-cu130.toml", None, "a/sglang-0.5.9-cu130.lock.toml", id="name with dots"),
+        pytest.param("demo.toml", None, "demo.lock.toml", id="stack without a directory"),
+    ],
+)
+def test_a_lock_has_one_place(stack_file: str, directory: str | None, lock_file: str) -> None:
+    found = lock_path_of(Path(stack_file), Path(directory) if directory else None)
+    assert found == Path(lock_file)
+    assert (is_lock(found), is_lock(Path(stack_file))) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("lock_path", "has_lock"),
+    [
+        pytest.param(None, True, id="beside the stack"),
+        pytest.param("locks", True, id="a directory of locks"),
+        pytest.param("locks/demo.lock.toml", True, id="a file in it"),
+        pytest.param("empty", False, id="a directory without it"),
+        pytest.param("gone.toml", False, id="a file that is not there"),
+    ],
+)
+def test_stack_reads_the_lock_that_is_named(tmp_path: Path, lock_path: str | None, has_lock: bool) -> None:
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "demo.toml").write_text(tomlkit.dumps(stack_document()))
+    for directory in (None, tmp_path / "locks"):
+        lock_path_of(tmp_path / "demo.toml", directory).write_text(tomlkit.dumps(lock_document()))
+    stack = load_stack(tmp_path / "demo.toml", lock_path=tmp_path / lock_path if lock_path else None)
+    assert (stack.lock is not None) is has_lock
+
+
+def test_a_stack_is_named_or_a_path() -> None:
+    assert stack_path("lab") == paths.stacks() / "lab.toml"
+    assert stack_path("over/there.toml") == Path("over/there.toml")
+    with pytest.raises(InputError) as raised:
+        stack_path("sglang-cu130.lock")
+    assert raised.value.what == "no stack is called 'sglang-cu130.lock'"
+    shipped = "lab, sglang-0.5.9-cu130, sglang-cu130"
+    assert raised.value.hint == f"bringup ships {shipped}; or name the path of a .toml file"
 
 
 def test_stack_reads_the_lock_beside_it(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from bringup.locking.packages import Release, releases
 from bringup.locking.repository import read_listing, verified
 from bringup.locking.resolve import locate
 from bringup.locking.settings import Sources
-from bringup.stack import Lock, LockedFile, LockedPackage, Stack
+from bringup.stack import Lock, LockedFile, LockedPackage, Stack, lock_path_of
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ class _Writer:
         bundled = BundledStack(
             digest=self.order.stack.digest,
             file=f"stacks/{name}.toml",
-            lock=f"stacks/{name}.lock.toml",
+            lock=lock_path_of(Path(f"stacks/{name}.toml")).as_posix(),
             platforms=self.order.platforms,
             releases=self.order.releases,
         )
@@ -353,7 +353,7 @@ class _Writer:
         name, source = self.order.stack.name, self.order.stack_file.parent
         found = {
             f"stacks/{name}.toml": self.order.stack_file.read_bytes(),
-            f"stacks/{name}.lock.toml": self.order.lock_file.read_bytes(),
+            lock_path_of(Path(f"stacks/{name}.toml")).as_posix(): self.order.lock_file.read_bytes(),
         }
         for patch in self.order.stack.python.patches:
             diff = layout.safe(patch.diff, what=f"{self.order.stack.source}: python.patch.diff")

@@ -76,8 +76,7 @@ def open_reader(stack: str | None, console: Console) -> Iterator[WheelReader]:
 
 def _indexes(stack: str) -> tuple[Index, ...]:
     # Reading a stack takes longer to load than most wheels to judge.
-    from bringup.commands.lock import stack_path
-    from bringup.stack import load_stack
+    from bringup.stack import load_stack, stack_path
 
     return load_stack(stack_path(stack)).python.indexes
 

@@ -15,12 +15,11 @@ from bringup import locking
 from bringup.bundle import Checked, Order, Repositories, Written, check_bundle, open_signer, read_manifest, write_bundle
 from bringup.bundle.layout import KEY, apt_directory, wheels_of
 from bringup.commands import options
-from bringup.commands.lock import stack_path
 from bringup.errors import InputError
 from bringup.lab.layout import Layout
 from bringup.lab.record import LabRecord
 from bringup.locking.repository import fingerprint_of
-from bringup.stack import Lock, Stack, load_stack
+from bringup.stack import Lock, Stack, load_stack, lock_path_of, stack_path
 
 
 def bundle(
@@ -125,8 +124,7 @@ def _order(
     only: str | None,
 ) -> Order:
     path = stack_path(name)
-    beside = path.with_name(path.name.removesuffix(".toml") + ".lock.toml")
-    lock_file = lock or (Path(record.locks_dir) / beside.name if record else beside)
+    lock_file = lock or lock_path_of(path, Path(record.locks_dir) if record else None)
     stack = load_stack(path, lock_path=lock_file)
     held = stack.lock or Lock(schema_=1, stack=stack.name)
     if (platforms and only == "packages") or (releases and only == "wheels"):

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from bringup import locking
-from bringup.commands.lock import stack_path
 from bringup.errors import InputError, LabError
 from bringup.guard import WheelGuard
 from bringup.lab.lab import DEFAULT_GPUS, DEFAULT_HOSTS, Lab, remote_line
@@ -23,7 +22,7 @@ from bringup.lab.network import DEFAULT_RANGE
 from bringup.lab.record import LabRecord
 from bringup.lab.shape import Trait
 from bringup.locking.rehearsal import LabLock
-from bringup.stack import load_stack
+from bringup.stack import load_stack, stack_path
 
 app = typer.Typer(help="Rehearsal hosts on this machine: real systemd, sshd and apt; only the silicon is simulated.")
 

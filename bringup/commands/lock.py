@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bringup import locking, paths
+from bringup import locking
 from bringup.commands import options
 from bringup.errors import InputError
 from bringup.finding import Finding
@@ -21,7 +21,7 @@ from bringup.lab.layout import Layout
 from bringup.locking.compile import PLATFORMS
 from bringup.locking.proposal import propose as propose_newest
 from bringup.locking.repository import fingerprint_of
-from bringup.stack import Lock, Stack, load_stack, parse_lock
+from bringup.stack import Lock, Stack, load_stack, lock_path_of, parse_lock, stack_path
 
 Part = Literal["wheels", "packages"]
 
@@ -85,7 +85,7 @@ def lock(
     if lab is not None:
         _lab(path, lab, console, json=json)
         return
-    target = output or path.with_name(path.name.removesuffix(".toml") + ".lock.toml")
+    target = output or lock_path_of(path)
     previous = parse_lock(target.read_text(encoding="utf-8"), source=str(target)) if target.is_file() else None
     wanted = load_stack(path, lock_path=target)
     if export is not None:
@@ -137,20 +137,6 @@ def lock(
         _show(console, target, previous, made, changed, findings)
     if not fits:
         raise typer.Exit(1)
-
-
-def stack_path(name_or_path: str) -> Path:
-    """Return the file of a stack given by the name of a shipped one or by path; raises InputError."""
-    if name_or_path.endswith(".toml"):
-        return Path(name_or_path)
-    path = paths.stacks() / f"{name_or_path}.toml"
-    if not path.is_file():
-        shipped = sorted(file.stem for file in paths.stacks().glob("*.toml") if not file.name.endswith(".lock.toml"))
-        raise InputError(
-            f"no stack is called {name_or_path!r}",
-            hint=f"bringup ships {', '.join(shipped)}; or name the path of a .toml file",
-        )
-    return path
 
 
 def _say(console: Console) -> Callable[[str], None]:

@@ -20,7 +20,7 @@ from bringup.locking.fetch import fetch_files
 from bringup.locking.packages import lock_packages, releases
 from bringup.locking.settings import DefaultIndex, Sources
 from bringup.locking.wheels import Judge, lock_wheels
-from bringup.stack import Lock, LockedWheels, Stack, load_stack
+from bringup.stack import Lock, LockedWheels, Stack, load_stack, lock_path_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def lock_for_lab(
     mirror = lab_state_dir / "mirror"
     if not (mirror / "apt").is_dir():
         raise InputError(f"no package mirror in {mirror}", hint="run `bringup lab up`")
-    target = lab_state_dir / "locks" / f"{stack.name}.lock.toml"
+    target = lock_path_of(stack_path, lab_state_dir / "locks")
     served = [name for name in releases() if (mirror / "apt" / releases()[name].path / "InRelease").is_file()]
     wanted = tuple(platforms) or tuple(_own_platforms(stack, served))
     before = _inputs(stack_path, stack, mirror, served, wanted)
@@ -107,7 +107,7 @@ def _own_platforms(stack: Stack, served: Iterable[str]) -> Iterator[str]:
 
 def _inputs(stack_path: Path, stack: Stack, mirror: Path, served: Iterable[str], platforms: Iterable[str]) -> str:
     """Return one digest over everything that the lock is made from."""
-    committed = stack_path.with_name(stack_path.name.removesuffix(".toml") + ".lock.toml")
+    committed = lock_path_of(stack_path)
     parts: list[str | bytes] = [
         bringup.__version__,
         *platforms,

@@ -36,11 +36,12 @@ def lab(indexes: Site, key: Key, tmp_path: Path) -> Site:
     return indexes
 
 
-def run(site: Site, key: Key, tmp_path: Path, **more: object) -> LabLock:
+def run(site: Site, key: Key, tmp_path: Path, *, file: str = "demo.toml", **more: object) -> LabLock:
+    (tmp_path / "demo.toml").rename(tmp_path / file)
     key_file = tmp_path / "key.asc"
     key_file.write_bytes(key.public)
     return lock_for_lab(
-        tmp_path / "demo.toml",
+        tmp_path / file,
         tmp_path / "state",
         site.url,
         key_file=key_file,
@@ -72,6 +73,12 @@ def test_look_alikes_are_locked_against_the_lab_and_the_rest_is_fetched(lab: Sit
     assert (lab.root / "wheels/default/simple/demo-jinja/demo_jinja-2.1-py3-none-any.whl").is_file()
     stack = load_stack(tmp_path / "demo.toml", lock_path=made.path)
     assert stack.locked_distributions("cp311-x86_64")["demo-jinja"] == "2.1"
+
+
+def test_the_lock_is_where_a_stack_in_a_file_of_another_name_looks_for_it(lab: Site, key: Key, tmp_path: Path) -> None:
+    made = run(lab, key, tmp_path, file="tried.toml")
+    assert made.path == tmp_path / "state/locks/tried.lock.toml"
+    assert load_stack(tmp_path / "tried.toml", lock_path=tmp_path / "state/locks").lock == read(made.path)
 
 
 def test_nothing_is_done_while_nothing_changed(lab: Site, key: Key, tmp_path: Path) -> None:
