@@ -14,11 +14,12 @@ import sys
 from pathlib import Path
 
 from bringup import torch_index
+from bringup.abi import TorchIndex
 
 
 def main(path: str) -> int:
     other = json.loads(lzma.decompress(Path(path).read_bytes()))
-    index = torch_index.load()
+    index = TorchIndex(torch_index.known_builds())
     differences = 0
     for number, version in enumerate(other["versions"]):
         build = index.get(version)

@@ -17,14 +17,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from bringup import torch_index, wheels
-from bringup.abi import Distribution, Verdict, judge
+from bringup import torch_index, torch_reader, wheels
+from bringup.abi import Distribution, TorchIndex, Verdict, judge, release_of
 from bringup.locking.checks import Contents
 from bringup.locking.resolve import ResolvedFile, ResolvedPlatform
-from bringup.locking.settings import Sources
 from bringup.locking.wheels import Judgement
+from bringup.package_index import Sources
 from bringup.stack import Stack
-from bringup.torch_index import CudaWheel, IndexedTorch, TorchIndex
+from bringup.torch_index import CudaWheel, IndexedTorch
 from bringup.wheels import Archive, Offer, WheelReader, read_wheel, text_of
 
 _AT_ONCE = 4
@@ -77,11 +77,11 @@ class WheelGuard:
             if torch is None or not guarded:
                 return Judgement(contents)
             machine = resolved.platform.rpartition("-")[2]
-            index = torch_index.load(machine)
+            index = TorchIndex(torch_index.known_builds(), machine)
             build = self._known_build(torch, by_file[torch.locked.file].contents, index)
             if build is None:
                 build = self._read_build(reader, torch, _cuda_wheels(resolved, contents))
-        release = build.release()
+        release = release_of(build)
         verdicts = {}
         for file, distribution in guarded.items():
             accepted = replace(distribution, is_optional=_is_optional(stack, distribution.name))
@@ -128,7 +128,7 @@ class WheelGuard:
         """
         self._say(f"the index of exports does not know {torch.locked.file}: reading it once")
         beside = None if self._keeps_torch else cuda_wheels
-        build = torch_index.index_offer(reader, _offer(torch), cuda_wheels=beside, say=self._say)
+        build = torch_reader.index_offer(reader, _offer(torch), cuda_wheels=beside, say=self._say)
         if self._keeps_torch:
             torch_index.add(build)
         else:
@@ -142,7 +142,7 @@ def _cuda_wheels(resolved: ResolvedPlatform, contents: Mapping[str, Contents]) -
     for file in resolved.files:
         if file.locked.distribution.startswith("nvidia-"):
             names = {path.rsplit("/", 1)[-1] for path in contents[file.locked.distribution].files}
-            libraries = tuple(sorted(name for name in names if torch_index.is_shared(name)))
+            libraries = tuple(sorted(name for name in names if torch_reader.is_shared(name)))
             found.append(CudaWheel(file.locked.file, file.locked.sha256, libraries))
     return tuple(found)
 
@@ -155,7 +155,7 @@ def said(verdict: Verdict) -> str:
 
 
 def _torch_cuda(archive: Archive) -> str | None:
-    return torch_index.assigned(text_of(archive, "torch/version.py") or "", "cuda")
+    return torch_reader.assigned(text_of(archive, "torch/version.py") or "", "cuda")
 
 
 def _offer(file: ResolvedFile) -> Offer:

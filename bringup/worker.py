@@ -464,8 +464,8 @@ def recorded(stack: Stack, state: HostState, site: Site, judged: drift.Judgement
 
 def password(reference: str) -> str:
     """Return the password behind a stack's reference; nothing when it leads nowhere, as whoever needs it will say."""
-    # Imported here: it brings the whole of locking along, which a converged host's run does not need.
-    from bringup.locking.settings import credentials
+    # Imported here: a converged host's run does not need it.
+    from bringup.package_index import credentials
 
     try:
         return (credentials(reference) or ("", ""))[1]

@@ -24,12 +24,11 @@ from packaging.utils import canonicalize_name
 from pyinfra.api.deploy import deploy
 from pyinfra.api.host import Host
 
-from bringup import abi, facts, paths, wanted
+from bringup import abi, facts, package_index, paths, torch_index, wanted
 from bringup.errors import HostError, InputError
 from bringup.finding import Finding
 from bringup.findings import guard
 from bringup.host_state import Unknown
-from bringup.locking import settings as controller
 from bringup.secret import split_login
 from bringup.stack import LockedStep, Stack, Step
 from tasks import candidate
@@ -88,23 +87,23 @@ def builder() -> tuple[str, bytes]:
     return f"/run/bringup/host_env-{hashlib.sha256(source).hexdigest()[:12]}.py", source
 
 
-def index_source(stack: Stack, chosen: facts.Settings, name: str) -> controller.Source:
+def index_source(stack: Stack, chosen: facts.Settings, name: str) -> package_index.Source:
     """Return URL and credentials of an index: the inventory's, else the stack's, else the controller's own.
 
     An empty URL means uv's built-in index. Raises InputError when the credentials' reference leads nowhere.
     """
     declared = next((index for index in stack.python.indexes if index.name == name), None)
     if name in chosen.indexes:
-        source = controller.Source.parse(chosen.indexes[name])
+        source = package_index.Source.parse(chosen.indexes[name])
     elif declared is not None:
-        source = controller.Source(declared.url)
+        source = package_index.Source(declared.url)
     else:
-        own = controller.default_index()
-        source = own.url or controller.Source("")
+        own = package_index.default_index()
+        source = own.url or package_index.Source("")
     if source.user is None and declared is not None:
-        login = controller.credentials(declared.credentials)
+        login = package_index.credentials(declared.credentials)
         if login is not None:
-            source = controller.Source(source.url, *login)
+            source = package_index.Source(source.url, *login)
     return source
 
 
@@ -258,10 +257,8 @@ def _install(context: Context, run: _Builder, step: Step, locked: LockedStep, se
 @cache
 def torch_releases(machine: str) -> tuple[abi.TorchRelease, ...]:
     """Return the torch releases whose exports are known, by which the guard tells what a wheel would fit."""
-    # Loaded only by a run that builds: the index takes a second and 100 MB.
-    from bringup import torch_index
-
-    return torch_index.load(machine).catalogue
+    # Read only by a run that builds: the index takes a second and 100 MB.
+    return abi.TorchIndex(torch_index.known_builds(), machine).catalogue
 
 
 def loads(context: Context, path: str, locked: LockedStep, added: Container[str]) -> Iterator[Finding]:

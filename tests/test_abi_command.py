@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from wheel_writer import add_to_index, write_wheel
 
 from bringup import paths, torch_index
+from bringup.abi import TorchIndex, release_of
 from bringup.commands import abi
 from bringup.commands.lock import lock
 from bringup.errors import BringupError, HostError, InputError
@@ -294,7 +295,7 @@ def test_index_is_reproducible_and_goes_to_a_file(here, nightly):
 def test_index_takes_a_file(here, nightly):
     (path,) = (here / "simple" / "torch").glob("*.whl")
     assert run("index", str(path))[0] == 0
-    assert torch_index.load().find("2.99.0.dev1").cuda == "13.0"
+    assert TorchIndex(torch_index.known_builds()).find("2.99.0.dev1").cuda == "13.0"
 
 
 @pytest.mark.parametrize(
@@ -363,10 +364,10 @@ def test_which_release_has_a_name(name, versions):
     ],
 )
 def test_which_cuda_libraries_a_release_brings(version, brought, not_brought):
-    build = torch_index.load().get(version)
+    build = TorchIndex(torch_index.known_builds()).get(version)
     assert build is not None
-    assert brought <= build.brings
-    assert not not_brought & build.brings
+    assert brought <= release_of(build).brings
+    assert not not_brought & release_of(build).brings
 
 
 # --- beside an environment ------------------------------------------------------------------------------
@@ -722,7 +723,7 @@ def test_a_check_loads_no_more_than_it_needs():
 import sys
 from bringup import torch_index, wheels
 from bringup.commands import abi
-from bringup.locking import Sources, default_index
+from bringup.package_index import Sources, default_index
 print([name for name in {heavy!r} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -738,10 +739,10 @@ def test_what_is_loaded_on_demand_is_there(package):
 
 
 def test_of_each_torch_the_build_for_cuda_tells_what_fits(here):
-    shipped = torch_index.load().get("2.13.0")
+    shipped = TorchIndex(torch_index.known_builds()).get("2.13.0")
     assert shipped is not None
     torch_index.add(dataclasses.replace(shipped, version="2.13.0+cpu", cuda=None))
-    index = torch_index.load()
+    index = TorchIndex(torch_index.known_builds())
     assert [build.version for build in index.builds if build.public == "2.13.0"] == ["2.13.0+cpu", shipped.version]
     assert [each.version for each in index.catalogue if each.version.startswith("2.13.0")] == [shipped.version]
     assert index.find("2.13.0+cpu").cuda is None

@@ -27,7 +27,7 @@ from bringup.errors import BringupError, InputError
 from bringup.lab import debs
 from bringup.locking import http, write_lock
 from bringup.locking.resolve import locate
-from bringup.locking.settings import DefaultIndex, Source, Sources
+from bringup.package_index import DefaultIndex, Source, Sources
 from bringup.stack import Lock, LockedFile, LockedPackage, load_stack
 from tests.locking.conftest import served
 from tests.locking.small_index import STACK, Site

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ranged_server import LOGIN, serving
 
 from bringup.errors import BringupError, InputError
-from bringup.locking.settings import DefaultIndex, Source, Sources
+from bringup.package_index import DefaultIndex, Source, Sources
 from bringup.wheels import Archive, HttpFile, Indexes, open_local, open_source, read_wheel, reader, record_of
 from bringup.wheels import archive as archive_module
 from bringup.wheels import remote as remote_module

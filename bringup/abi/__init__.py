@@ -28,6 +28,7 @@ from bringup.abi.verdict import AbiFinding, FileVerdict, Verdict, judge, judge_e
 
 if TYPE_CHECKING:
     from bringup.abi.installed import InstalledEnvironment, parse_environment
+    from bringup.abi.releases import TorchIndex, release_of
 
 __all__ = [
     "POLICIES",
@@ -44,6 +45,7 @@ __all__ = [
     "Policy",
     "SharedFile",
     "Supplier",
+    "TorchIndex",
     "TorchRelease",
     "TorchSide",
     "Variants",
@@ -58,15 +60,20 @@ __all__ = [
     "parse_environment",
     "policy_of",
     "promised_glibc",
+    "release_of",
     "supplier",
     "worst",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the reader of probe answers when it is asked for: a wheel beside a release needs no pydantic."""
+    """Load what not everybody needs when it is asked for: pydantic for probe answers, the index of exports."""
     if name in ("InstalledEnvironment", "parse_environment"):
         from bringup.abi import installed
 
         return getattr(installed, name)
+    if name in ("TorchIndex", "release_of"):
+        from bringup.abi import releases
+
+        return getattr(releases, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

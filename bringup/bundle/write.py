@@ -30,7 +30,7 @@ from bringup.locking.fetch import distribution_page, index_page
 from bringup.locking.packages import Release, releases
 from bringup.locking.repository import read_listing, verified
 from bringup.locking.resolve import locate
-from bringup.locking.settings import Sources
+from bringup.package_index import Sources
 from bringup.stack import Lock, LockedFile, LockedPackage, Stack, lock_path_of
 
 

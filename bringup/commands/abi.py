@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from bringup import paths, torch_index
-from bringup.abi import judge
+from bringup.abi import TorchIndex, judge
 from bringup.commands import options
 from bringup.commands.abi_index import index
 from bringup.commands.abi_matrix import matrix
@@ -77,7 +77,7 @@ def check(
     beside = None if env is None and host is None else _Beside(env, host, platform)
     # A wrong version, or a host that does not answer, is said before anything is fetched.
     wanted = platform or (beside.platform(wheel) if beside else DEFAULT_PLATFORM)
-    known_torch = torch_index.load(wanted.rpartition("-")[2])
+    known_torch = TorchIndex(torch_index.known_builds(), wanted.rpartition("-")[2])
     releases = (known_torch.find(torch),) if torch else known_torch.catalogue
     reports: list[Report] = []
     with open_reader(stack, console) as reader:

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bringup import paths, torch_index
+from bringup import paths, torch_index, torch_reader
+from bringup.abi import TorchIndex, release_of
 from bringup.commands import options
 from bringup.commands.abi_text import DEFAULT_PLATFORM, Platform, StackName, open_reader, output, speaker
 from bringup.errors import InputError
@@ -42,11 +43,11 @@ def index(
     split(platform)
     made: list[IndexedTorch] = []
     if env is not None:
-        made.append(torch_index.index_installed(_site(env)))
+        made.append(torch_reader.index_installed(_site(env)))
     if torch:
         with open_reader(stack, console) as reader:
             for what in torch:
-                made.append(torch_index.index_torch(reader, what, platform, say=speaker(console)))
+                made.append(torch_reader.index_torch(reader, what, platform, say=speaker(console)))
     if output_file is not None and not made:
         raise InputError("nothing to write", hint="name a torch, such as torch==2.10.0")
     if output_file is not None:
@@ -55,7 +56,8 @@ def index(
     else:
         for build in made:
             console.print(str(torch_index.add(build)), soft_wrap=True)
-    builds = made or [build for machine in ("x86_64", "aarch64") for build in torch_index.load(machine).builds]
+    known = torch_index.known_builds() if not made else ()
+    builds = made or [build for machine in ("x86_64", "aarch64") for build in TorchIndex(known, machine).builds]
     if json:
         document = {"schema": 1, "command": "abi index", "builds": [_build_json(build) for build in builds]}
         typer.echo(jsonlib.dumps(document, indent=2))
@@ -87,7 +89,7 @@ def _build_json(build: IndexedTorch) -> dict[str, object]:
         "sha256": build.sha256,
         "size_bytes": build.size_bytes,
         "names": sum(map(len, build.exports.values())),
-        "brings": sorted(build.brings),
+        "brings": sorted(release_of(build).brings),
         "cuda_wheels": [{"file": wheel.file, "sha256": wheel.sha256} for wheel in build.cuda_wheels],
     }
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bringup import torch_index
-from bringup.abi import Level, TorchRelease, Verdict, demangle, judge, supplier
+from bringup.abi import Level, TorchIndex, TorchRelease, Verdict, demangle, judge, supplier
 from bringup.commands import options
 from bringup.commands.abi_text import (
     DEFAULT_PLATFORM,
@@ -32,7 +32,6 @@ from bringup.commands.abi_text import (
 )
 from bringup.errors import BringupError, InputError
 from bringup.locking.compile import split
-from bringup.torch_index import TorchIndex
 from bringup.wheels import Offer, WheelFacts, WheelReader
 
 
@@ -61,7 +60,7 @@ def matrix(
     split(platform)
     check_capability(capability)
     console = Console(stderr=True, highlight=False)
-    index = torch_index.load(platform.rpartition("-")[2])
+    index = TorchIndex(torch_index.known_builds(), platform.rpartition("-")[2])
     releases = [index.find(each) for each in torch] if torch else list(index.catalogue)
     with open_reader(stack, console) as reader:
         offers = [offer for each in name for offer in _newest(reader, each, platform, versions)]

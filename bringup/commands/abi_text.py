@@ -16,8 +16,8 @@ from rich.text import Text
 from bringup import wheels
 from bringup.abi import AbiFinding, Level, Verdict
 from bringup.errors import InputError
-from bringup.locking import Sources, default_index
 from bringup.locking.compile import PLATFORMS
+from bringup.package_index import Sources, default_index
 from bringup.wheels import WheelFacts, WheelReader
 
 if TYPE_CHECKING:

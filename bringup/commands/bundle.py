@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-from bringup import locking
 from bringup.bundle import Checked, Order, Repositories, Written, check_bundle, open_signer, read_manifest, write_bundle
 from bringup.bundle.layout import KEY, apt_directory, wheels_of
 from bringup.commands import options
@@ -19,6 +18,7 @@ from bringup.errors import InputError
 from bringup.lab.layout import Layout
 from bringup.lab.record import LabRecord
 from bringup.locking.repository import fingerprint_of
+from bringup.package_index import Sources
 from bringup.stack import Lock, Stack, load_stack, lock_path_of, stack_path
 
 
@@ -140,10 +140,10 @@ def _order(
     )
 
 
-def _sources(stack: Stack, record: LabRecord | None) -> locking.Sources:
+def _sources(stack: Stack, record: LabRecord | None) -> Sources:
     if record is not None:
-        return locking.Sources.of_mirror(stack.python.indexes, record.mirror_url)
-    return locking.Sources.of(stack.python.indexes)
+        return Sources.of_mirror(stack.python.indexes, record.mirror_url)
+    return Sources.of(stack.python.indexes)
 
 
 def _repositories(record: LabRecord | None, apt_url: str | None, apt_key: Path | None) -> Repositories:

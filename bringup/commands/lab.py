@@ -22,6 +22,7 @@ from bringup.lab.network import DEFAULT_RANGE
 from bringup.lab.record import LabRecord
 from bringup.lab.shape import Trait
 from bringup.locking.rehearsal import LabLock
+from bringup.package_index import Sources
 from bringup.stack import load_stack, stack_path
 
 app = typer.Typer(help="Rehearsal hosts on this machine: real systemd, sshd and apt; only the silicon is simulated.")
@@ -190,7 +191,7 @@ def _make_ready(name: str, lab: Lab, record: LabRecord) -> LabLock:
             committed.lock,
             lab.layout.mirror,
             platform=f"cp{committed.python.interpreter.replace('.', '')}-{platform.machine()}",
-            sources=locking.Sources.of(committed.python.indexes),
+            sources=Sources.of(committed.python.indexes),
             say=lambda line: _tell(f"mirror: {line}"),
         )
     return made

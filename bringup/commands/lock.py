@@ -21,6 +21,7 @@ from bringup.lab.layout import Layout
 from bringup.locking.compile import PLATFORMS
 from bringup.locking.proposal import propose as propose_newest
 from bringup.locking.repository import fingerprint_of
+from bringup.package_index import Sources, default_index
 from bringup.stack import Lock, Stack, load_stack, lock_path_of, parse_lock, stack_path
 
 Part = Literal["wheels", "packages"]
@@ -100,7 +101,7 @@ def lock(
     explained: dict[str, list[dict[str, Any]]] = {}
     wheels = previous.wheels if previous else None
     if only != "packages" and wanted.python.existing is None:
-        sources = locking.Sources.of(wanted.python.indexes)
+        sources = Sources.of(wanted.python.indexes)
         part = locking.lock_wheels(
             wanted,
             _platforms(previous, platform),
@@ -124,7 +125,7 @@ def lock(
             url=apt_url,
             key=key,
             fingerprint=fingerprint_of(key, source=str(apt_key)) if key else None,
-            certificate=locking.default_index().certificate,
+            certificate=default_index().certificate,
         )
     made = Lock(schema_=1, stack=wanted.name, wheels=wheels, packages=packages)
     fits = not any(finding.is_refusal for found in findings.values() for finding in found)
@@ -187,7 +188,7 @@ def _lab(path: Path, state_dir: Path, console: Console, *, json: bool) -> None:
 
 def _propose(stack: Stack, platforms: Sequence[str], console: Console, *, json: bool) -> None:
     name = platforms[0] if platforms else f"cp{stack.python.interpreter.replace('.', '')}-x86_64"
-    sources, say = locking.Sources.of(stack.python.indexes), _say(console)
+    sources, say = Sources.of(stack.python.indexes), _say(console)
     found = propose_newest(stack, name, sources, judge=WheelGuard(sources, say), say=say)
     if json:
         proposal = None
@@ -223,7 +224,7 @@ def _export(stack: Stack, form: str, platforms: Sequence[str]) -> None:
             hint=f"name one with --platform: {', '.join(stack.lock.wheels.platforms)}",
         )
     files = [file for step in platform.steps for file in step.files]
-    addresses = locking.locate(files, name, locking.Sources.of(stack.python.indexes))
+    addresses = locking.locate(files, name, Sources.of(stack.python.indexes))
     sys.stdout.write(locking.pylock_text(name, platform, addresses))
 
 

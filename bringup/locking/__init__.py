@@ -10,20 +10,16 @@ if TYPE_CHECKING:
     from bringup.locking.pylock import pylock_text
     from bringup.locking.rehearsal import LabLock, lock_for_lab
     from bringup.locking.resolve import ResolvedFile, ResolvedPlatform, locate
-    from bringup.locking.settings import DefaultIndex, Sources, default_index
     from bringup.locking.wheels import Judge, Judgement, WheelsPart, lock_wheels
 
 __all__ = [
-    "DefaultIndex",
     "Fetched",
     "Judge",
     "Judgement",
     "LabLock",
     "ResolvedFile",
     "ResolvedPlatform",
-    "Sources",
     "WheelsPart",
-    "default_index",
     "fetch_into_mirror",
     "locate",
     "lock_for_lab",
@@ -42,13 +38,12 @@ _HOMES = {
     "pylock": ("pylock_text",),
     "rehearsal": ("LabLock", "lock_for_lab"),
     "resolve": ("ResolvedFile", "ResolvedPlatform", "locate"),
-    "settings": ("DefaultIndex", "Sources", "default_index"),
     "wheels": ("Judge", "Judgement", "WheelsPart", "lock_wheels"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for: who wants the settings of the indexes does not pay for models and TOML writers."""
+    """Load what is asked for: who judges a wheel does not pay for models and TOML writers."""
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"bringup.locking.{module}"), name)

@@ -19,7 +19,7 @@ from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
 from bringup.errors import BringupError, InputError
-from bringup.locking.settings import Source, Sources
+from bringup.package_index import Source, Sources
 
 PLATFORMS = tuple(f"cp3{minor}-{machine}" for machine in ("aarch64", "x86_64") for minor in (11, 12, 13))
 """Every platform that a lock may hold."""

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from bringup.errors import InputError
 from bringup.locking import http
 from bringup.locking.resolve import locate
-from bringup.locking.settings import Sources
+from bringup.package_index import Sources
 from bringup.stack import Lock, LockedFile
 
 _ANCHOR = re.compile(r'<a href="([^"#]+)#sha256=([0-9a-f]{64})"', re.IGNORECASE)

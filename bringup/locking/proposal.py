@@ -16,8 +16,8 @@ from bringup.errors import InputError
 from bringup.finding import Finding
 from bringup.locking import checks
 from bringup.locking.compile import Compiler, Project
-from bringup.locking.settings import Sources
 from bringup.locking.wheels import Judge, WheelsPart, lock_wheels
+from bringup.package_index import Sources
 from bringup.stack import Stack
 
 ROUNDS = 12

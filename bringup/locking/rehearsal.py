@@ -18,8 +18,8 @@ from bringup.finding import Finding
 from bringup.locking.document import digest_of, input_digest_of, write_lock
 from bringup.locking.fetch import fetch_files
 from bringup.locking.packages import lock_packages, releases
-from bringup.locking.settings import DefaultIndex, Sources
 from bringup.locking.wheels import Judge, lock_wheels
+from bringup.package_index import DefaultIndex, Sources
 from bringup.stack import Lock, LockedWheels, Stack, load_stack, lock_path_of
 
 

@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 from bringup.errors import InputError
 from bringup.locking.compile import Answer, Compiler, Origin, Project, best_wheel, split
-from bringup.locking.settings import Sources
+from bringup.package_index import Sources
 from bringup.stack import LockedFile, LockedPlatform, LockedStep, Stack, Step
 
 

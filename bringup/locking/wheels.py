@@ -11,7 +11,7 @@ from bringup.finding import Finding
 from bringup.locking import http
 from bringup.locking.checks import TORCH_BUILD, Contents, check_contents, check_verdicts, check_versions
 from bringup.locking.resolve import ResolvedFile, ResolvedPlatform, resolve
-from bringup.locking.settings import Sources
+from bringup.package_index import Sources
 from bringup.stack import Lock, LockedWheels, Stack
 
 _AT_ONCE = 3

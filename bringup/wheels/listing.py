@@ -24,7 +24,7 @@ from packaging.version import Version
 
 from bringup.errors import BringupError, InputError
 from bringup.locking.compile import Wheel, best_wheel, split
-from bringup.locking.settings import Source, Sources
+from bringup.package_index import Source, Sources
 
 MAX_PAGE_BYTES = 64 << 20
 """The largest page of an index that is read."""

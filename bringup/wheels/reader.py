@@ -11,7 +11,7 @@ import httpx
 
 from bringup.errors import InputError
 from bringup.locking import http as web
-from bringup.locking.settings import Source, Sources
+from bringup.package_index import Source, Sources
 from bringup.wheels.listing import Indexes, Offer
 from bringup.wheels.reading import WheelFacts, read_wheel
 from bringup.wheels.remote import Source as Bytes

@@ -10,8 +10,8 @@ from small_index import STACK, Site
 from bringup.errors import BringupError, InputError
 from bringup.locking.fetch import Fetched, fetch_into_mirror
 from bringup.locking.resolve import resolve
-from bringup.locking.settings import DefaultIndex, Source, Sources
 from bringup.locking.wheels import lock_wheels
+from bringup.package_index import DefaultIndex, Source, Sources
 from bringup.stack import Lock, parse_stack
 
 PLATFORM = "cp311-x86_64"

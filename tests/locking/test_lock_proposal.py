@@ -7,8 +7,8 @@ from small_index import STACK, X86, Site
 
 from bringup.locking.proposal import Proposal, propose
 from bringup.locking.resolve import ResolvedPlatform
-from bringup.locking.settings import DefaultIndex, Source, Sources
 from bringup.locking.wheels import Judgement
+from bringup.package_index import DefaultIndex, Source, Sources
 from bringup.stack import Stack, parse_stack
 
 PLATFORM = "cp311-x86_64"

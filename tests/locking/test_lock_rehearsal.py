@@ -15,8 +15,8 @@ from bringup.errors import InputError
 from bringup.guard import WheelGuard
 from bringup.locking.document import write_lock
 from bringup.locking.rehearsal import LabLock, lock_for_lab
-from bringup.locking.settings import DefaultIndex, Source
 from bringup.locking.wheels import Judgement, lock_wheels
+from bringup.package_index import DefaultIndex, Source
 from bringup.stack import Lock, load_stack, parse_lock, parse_stack
 
 __all__ = ["key"]
@@ -110,7 +110,7 @@ def test_change_makes_the_lock_anew(lab: Site, key: Key, tmp_path: Path, change:
 
 def test_committed_wheels_part_is_kept_as_it_is(lab: Site, key: Key, tmp_path: Path) -> None:
     wanted = parse_stack(STACK, source="demo.toml").model_copy(update={"lock": None})
-    from bringup.locking.settings import Sources
+    from bringup.package_index import Sources
 
     sources = Sources.of_mirror(
         wanted.python.indexes, lab.url, DefaultIndex(Source(f"{lab.url}/outside/wheels/default/simple"))

@@ -12,8 +12,8 @@ from small_index import STACK, X86, Site
 from bringup.errors import InputError
 from bringup.locking.compile import Wheel, best_wheel
 from bringup.locking.resolve import ResolvedPlatform, locate, resolve
-from bringup.locking.settings import DefaultIndex, Source, Sources
 from bringup.locking.wheels import lock_wheels
+from bringup.package_index import DefaultIndex, Source, Sources
 from bringup.stack import Stack, parse_stack
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bringup.errors import InputError
-from bringup.locking.settings import DefaultIndex, Source, Sources, credentials, default_index
+from bringup.package_index import DefaultIndex, Source, Sources, credentials, default_index
 from bringup.stack import Index
 
 

@@ -1,4 +1,4 @@
-"""Read what the controller's own pip and uv are configured to use as their default index.
+"""Say where packages come from: the indexes of a stack, and what the controller's own pip and uv have as default.
 
 uv does not read pip's files and we run it without its own (``--no-config``), so that one stack resolves the
 same way wherever it is locked; the settings that say *where the packages are* are read here and passed on.
