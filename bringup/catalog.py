@@ -14,7 +14,7 @@ FabricKind = Literal["none", "nvswitch", "nvlink5"]
 
 
 class _Row(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     source: str = Field(min_length=10)
     date: str = Field(pattern=r"^\d{4}-\d{2}-\d{2}$")

@@ -259,8 +259,11 @@ def _unattended_upgrades(view: _View) -> Finds:
     family = view.family
     if not family:
         return
-    patterns = [_pattern(entry) for entry in view.known(view.state.apt).blacklist]
-    free = [name for name in family if not any(p is not None and p.match(name) for p in patterns)]
+    blacklist = frozenset(view.known(view.state.apt).blacklist)
+    # The entries that we write are found at a glance; another's may be any regular expression.
+    unlisted = [name for name in family if wanted.blacklist_entry(name) not in blacklist]
+    patterns = [_pattern(entry) for entry in blacklist] if unlisted else []
+    free = [name for name in unlisted if not any(p is not None and p.match(name) for p in patterns)]
     if free:
         yield (
             "driver.unattended_upgrades",

@@ -159,6 +159,7 @@ class _Kept:
         self.state: HostState | None = None
         self.why: str = ""
         self.is_fresh = False
+        self.settings: Settings | None = None
         self.probes = 0
         self.commands = 0
 
@@ -218,10 +219,17 @@ def probes(host: Host) -> int:
 
 
 def settings(host: Host) -> Settings:
-    """Return the host's ``bringup_*`` data, checked.
+    """Return the host's ``bringup_*`` data, checked once: no data of a host changes while we are connected to it.
 
     Raises InputError naming the key, what was wanted and what was found.
     """
+    kept = _of(host)
+    if kept.settings is None:
+        kept.settings = _settings(host)
+    return kept.settings
+
+
+def _settings(host: Host) -> Settings:
     found = {
         key.removeprefix("bringup_"): value
         for key, value in host.data.dict().items()

@@ -29,7 +29,8 @@ T = TypeVar("T")
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Every model would be built alone, and again as a part of HostState, which is the only one that is parsed.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class Unknown(_Model):
@@ -668,19 +669,19 @@ class HostState(_Model):
         return {name: value.error for name, value in values if isinstance(value, Unknown)}
 
 
-def _without_unknown(annotation: Any) -> TypeAdapter[Any]:
+SECTIONS = tuple(name for name in HostState.model_fields if name not in ("schema_", "seconds", "received_at_s"))
+"""The names of the sections."""
+
+
+@functools.cache
+def _when_known(section: str) -> TypeAdapter[Any]:
+    """Return the type that a section's value must have when it is known."""
+    annotation: Any = HostState.model_fields[section].annotation
     members = get_args(annotation)
     if Unknown not in members:
         return TypeAdapter(annotation)
     return TypeAdapter(functools.reduce(operator.or_, (member for member in members if member is not Unknown)))
 
-
-SECTIONS: Mapping[str, TypeAdapter[Any]] = {
-    name: _without_unknown(field.annotation)
-    for name, field in HostState.model_fields.items()
-    if name not in ("schema_", "seconds", "received_at_s")
-}
-"""The sections by name, each with the type its value must have when it is known."""
 
 _RECORDS = frozenset({"verification", "pin", "assigned"})
 _MUST_BE_KNOWN = frozenset({"simulated"})
@@ -808,7 +809,7 @@ def _section(name: str, document: Mapping[str, Any], host: str | None) -> Any:
     if isinstance(value, dict) and set(value) == {"error"} and name not in _MUST_BE_KNOWN:
         return _validated(TypeAdapter(Unknown), name, value, host)
     try:
-        return _validated(SECTIONS[name], name, value, host)
+        return _validated(_when_known(name), name, value, host)
     except HostError as error:
         if name in _RECORDS:
             return Unknown(error=error.why or error.what)

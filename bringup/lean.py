@@ -7,16 +7,42 @@ class of its own in its place. What is named here is loaded at its first use, sh
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import LazyLoader
 from types import ModuleType
+from typing import Any
 
 from gevent import monkey
 
-# pyinfra_cli does the same, and would then look at every object, which is a use of what must wait.
-monkey.patch_all()
+
+@contextmanager
+def _packages_read_once() -> Iterator[None]:
+    """Answer every question about entry points from one reading of the installed packages."""
+    read = metadata.entry_points
+
+    @cache
+    def every() -> Any:
+        return read()
+
+    def entry_points(**wanted: Any) -> Any:
+        return every().select(**wanted)
+
+    metadata.entry_points = entry_points
+    try:
+        yield
+    finally:
+        metadata.entry_points = read
+
+
+# pyinfra_cli does the same, and would then look at every object, which is a use of what must wait. Gevent asks for
+# entry points 25 times meanwhile, and the files of every package would be read 25 times.
+with _packages_read_once():
+    monkey.patch_all()
 
 LATER = frozenset({"invoke"})
 
@@ -36,6 +62,9 @@ class _Later(MetaPathFinder):
 _finder = _Later()
 sys.meta_path.insert(0, _finder)
 try:
-    import pyinfra  # noqa: F401
+    from pyinfra.api import arguments
 finally:
     sys.meta_path.remove(_finder)
+
+# For every fact of every host pyinfra reads the same type hints anew, which is as much as opening its connection.
+arguments.all_global_arguments = cache(arguments.all_global_arguments)

@@ -47,6 +47,11 @@ def state_dir() -> Path:
     return Path(base) / "bringup"
 
 
+def history_url() -> str:
+    """Return the URL of the history: ``$BRINGUP_HISTORY``, else SQLite in the user's state directory."""
+    return os.environ.get("BRINGUP_HISTORY") or f"sqlite:///{state_dir() / 'history.db'}"
+
+
 @cache
 def host_script(name: str) -> ModuleType:
     """Load ``files/NAME.py`` as a module, so that the controller runs the very code that reaches a host."""

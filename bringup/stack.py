@@ -87,7 +87,7 @@ RequirementText = Annotated[str, AfterValidator(_requirement)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, defer_build=True)
 
 
 class Driver(_Model):

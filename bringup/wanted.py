@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from bringup import catalog
 from bringup.catalog import FabricKind
@@ -268,12 +269,17 @@ def preferences_text(locked: LockedPackages) -> str:
     return _HEADER + "\n" + "\n".join(stanzas)
 
 
-def blacklist_text(family: Iterable[str]) -> str:
-    """Return apt settings that keep unattended-upgrades off a family; its entries are regular expressions."""
+@cache
+def blacklist_entry(name: str) -> str:
+    """Return the regular expression by which unattended-upgrades leaves a package alone."""
     # Brackets instead of backslashes, which apt's settings files treat on their own account; so is their
     # comment sign.
-    escaped = (re.sub(r"([.+])", r"[\1]", name) for name in family)
-    lines = "".join(f'  "^{name}$";\n' for name in escaped)
+    return "^" + re.sub(r"([.+])", r"[\1]", name) + "$"
+
+
+def blacklist_text(family: Iterable[str]) -> str:
+    """Return apt settings that keep unattended-upgrades off a family; its entries are regular expressions."""
+    lines = "".join(f'  "{blacklist_entry(name)}";\n' for name in family)
     return "//" + _HEADER[1:] + "Unattended-Upgrade::Package-Blacklist {\n" + lines + "};\n"
 
 

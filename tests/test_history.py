@@ -18,6 +18,7 @@ import pytest
 from postgresql_server import programs, server
 from sqlalchemy import select, update
 
+from bringup import paths
 from bringup.errors import BringupError, InputError
 from bringup.history import (
     LEASE_S,
@@ -25,7 +26,6 @@ from bringup.history import (
     History,
     Lease,
     Recorder,
-    default_url,
     list_rollouts,
     list_waves,
     open_rollout,
@@ -431,7 +431,7 @@ def test_the_default_lies_in_the_state_directory_for_its_owner_only(
 ) -> None:
     monkeypatch.delenv("BRINGUP_HISTORY", raising=False)
     monkeypatch.setenv("BRINGUP_STATE", str(tmp_path / "state"))
-    assert default_url() == f"sqlite:///{tmp_path}/state/history.db"
+    assert paths.history_url() == f"sqlite:///{tmp_path}/state/history.db"
     old = os.umask(0)
     try:
         history = History.open()
@@ -444,7 +444,7 @@ def test_the_default_lies_in_the_state_directory_for_its_owner_only(
     assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
     history.close()
     monkeypatch.setenv("BRINGUP_HISTORY", "postgresql://db.example/bringup")
-    assert default_url() == "postgresql://db.example/bringup"
+    assert paths.history_url() == "postgresql://db.example/bringup"
 
 
 # -------------------------------------------------------------------------------------------------- schema
@@ -515,7 +515,7 @@ def test_a_database_that_fails_in_the_middle_of_a_run_is_caught_up_with_later(
 ) -> None:
     monkeypatch.setattr("bringup.history.database.BUSY_TIMEOUT_S", 0.1)
     file = tmp_path / "history.db"
-    record = recorder("inventory/lab.py", url=f"sqlite:///{file}")
+    record = recorder(f"sqlite:///{file}")
     record(started())
     blocker = sqlite3.connect(file, isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")

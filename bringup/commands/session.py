@@ -14,14 +14,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from bringup import engine
+from bringup import engine, paths
 from bringup.commands import show
 from bringup.errors import InputError
 from bringup.report import events
+from bringup.report.masking import Masker
 from bringup.report.results import Results
 
 if TYPE_CHECKING:
-    from bringup.history import Recorder
+    from bringup.spool import Recording
 
 
 class Progress:
@@ -162,16 +163,23 @@ def executor(scheduler: str | None) -> engine.Executor | None:
     return DaskExecutor(scheduler)
 
 
-def _recorder(job: engine.Job) -> Recorder | None:
+def _recorder(job: engine.Job) -> Recording | None:
     # plan and drift only look; the history holds what was done, and what only looks should cost nothing.
     if job.command in ("plan", "drift"):
         return None
+    from bringup import spool
+
+    waiting_room = spool.Spool.of(paths.history_url())
+    return spool.SpoolingRecorder(waiting_room, Masker(), _stored) if waiting_room is not None else _stored()
+
+
+def _stored() -> Recording:
     from bringup.history import recorder
 
-    return recorder(job.inventory)
+    return recorder()
 
 
-def _close(recorder: Recorder, console: Console) -> None:
+def _close(recorder: Recording, console: Console) -> None:
     recorder.close()
     if recorder.problem is not None:
         console.print(Text(f"the history could not be written: {recorder.problem}"), soft_wrap=True)

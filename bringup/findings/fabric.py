@@ -17,7 +17,7 @@ def _manager(state: HostState) -> tuple[str, str] | None:
     if isinstance(state.dpkg, Unknown):
         return None
     for name, package in state.dpkg.packages.items():
-        if package.is_installed and name.startswith(_MANAGERS) and "dev" not in name:
+        if name.startswith(_MANAGERS) and "dev" not in name and package.is_installed:
             return name, wanted.upstream(package.version)
     return None
 

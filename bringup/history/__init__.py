@@ -1,6 +1,6 @@
 """Remember runs, hosts and rollouts in a database: SQLite for one person, PostgreSQL for a team."""
 
-from bringup.history.database import Database, default_url
+from bringup.history.database import Database
 from bringup.history.rollouts import (
     LEASE_S,
     Lease,
@@ -21,7 +21,6 @@ __all__ = [
     "Lease",
     "Recorder",
     "RolloutLog",
-    "default_url",
     "list_rollouts",
     "list_waves",
     "open_rollout",

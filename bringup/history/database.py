@@ -26,11 +26,6 @@ _WANTED = "wanted sqlite:///PATH or postgresql://USER@HOST/DATABASE in BRINGUP_H
 _ADVISORY_LOCK = 0x6272696E67757000  # "bringup\0", so that no other program takes it by chance
 
 
-def default_url() -> str:
-    """Return the URL of the history: ``$BRINGUP_HISTORY``, else SQLite in the user's state directory."""
-    return os.environ.get("BRINGUP_HISTORY") or f"sqlite:///{paths.state_dir() / 'history.db'}"
-
-
 class Database:
     """Hold one open database, its tables brought up to date.
 
@@ -38,8 +33,9 @@ class Database:
     """
 
     def __init__(self, url: str | None = None, *, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> None:
-        self.url = _parsed(url or default_url())
+        self.url = _parsed(url or paths.history_url())
         self.is_postgresql = self.url.get_backend_name() == "postgresql"
+        self.file = None if self.is_postgresql else Path(self.url.database or "")
         self._engine = self._open()
         self._writing = self._engine.execution_options(bringup_writes=True)
         try:

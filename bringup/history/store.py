@@ -43,7 +43,9 @@ from bringup.report.results import (
     StepResult,
     VerificationResult,
 )
+from bringup.report.storable import storable, storable_event
 from bringup.rollout import Bandwidth, BandwidthKey
+from bringup.spool import Spool
 
 _T = TypeVar("_T", DifferenceRow, FindingRow, StepRow, MeasurementRow)
 _LOG = logging.getLogger("bringup.history")
@@ -56,20 +58,6 @@ _IS_BANDWIDTH = (
     MeasurementRow.gpus.is_not(None),
 )
 _IS_GOOD = (MeasurementRow.verdict.is_distinct_from("fail"),)
-
-# These hold words of ours or names, and masking must not tear them apart; everything else may be masked.
-_STRUCTURE = (
-    ("event",),
-    ("run",),
-    ("host",),
-    ("hosts",),
-    ("status",),
-    ("finding", "code"),
-    ("finding", "severity"),
-    ("measurement", "state"),
-    ("measurement", "verdict"),
-    ("verification", "state"),
-)
 
 
 class History:
@@ -88,7 +76,13 @@ class History:
 
         Raises InputError for a URL that cannot be used and BringupError for a database that cannot be reached.
         """
-        return cls(Database(url), Masker(secrets))
+        history = cls(Database(url), Masker(secrets))
+        try:
+            history._take_in()
+        except BaseException:
+            history.close()
+            raise
+        return history
 
     def close(self) -> None:
         """Close the database."""
@@ -96,7 +90,7 @@ class History:
 
     def masked(self, value: JsonValue) -> JsonValue:
         """Return a JSON value as it may be stored: no secrets, and nothing that a database refuses."""
-        return _storable(self._masker.value(value))
+        return storable(value, self._masker)
 
     def masked_text(self, text: str) -> str:
         """Return a text as it may be stored."""
@@ -110,19 +104,26 @@ class History:
         Raises InputError for an event of a run that has not started, and BringupError when the database
         cannot be used.
         """
-        clean = [self._clean(event) for event in told]
+        clean = [storable_event(event, self._masker) for event in told]
         if not clean:
             return
         with self.database.writing() as session:
             for event in clean:
                 self._store(session, event)
 
-    def _clean(self, event: events.Event) -> events.Event:
-        document = json.loads(event.model_dump_json())
-        masked = self.masked(document)
-        for path in _STRUCTURE:
-            _restore(masked, document, path)
-        return events.ADAPTER.validate_python(masked)
+    def _take_in(self) -> None:
+        """Store the runs that wait in the spool. Those that go on stay there, and are stored again: it is no harm."""
+        if self.database.file is None:
+            return
+        for run in Spool.beside(self.database.file).waiting():
+            try:
+                self.record(run.events)
+            except InputError as error:
+                _LOG.warning("%s: %s", run.file, error)
+                run.put_aside()
+                continue
+            if not run.is_live:
+                run.file.unlink(missing_ok=True)
 
     def _store(self, session: Session, event: events.Event) -> None:
         match event:
@@ -525,35 +526,12 @@ class Recorder:
             self._waiting.clear()
 
 
-def recorder(inventory: str, *, url: str | None = None, secrets: Iterable[str] = ()) -> Recorder:
-    """Open the history for a run over an inventory; give the run's events to what is returned.
+def recorder(url: str | None = None, secrets: Iterable[str] = ()) -> Recorder:
+    """Open the history for a run; give the run's events to what is returned.
 
     Raises InputError and BringupError as ``History.open`` does, before anything was done to a host.
     """
-    del inventory  # which database it is does not depend on the inventory yet
     return Recorder(History.open(url, secrets))
-
-
-def _storable(value: JsonValue) -> JsonValue:
-    """Replace what PostgreSQL cannot store in a text: the NUL character."""
-    match value:
-        case str():
-            return value.replace("\x00", "\ufffd")
-        case list():
-            return [_storable(item) for item in value]
-        case dict():
-            return {key.replace("\x00", "\ufffd"): _storable(item) for key, item in value.items()}
-        case _:
-            return value
-
-
-def _restore(masked: JsonValue, original: JsonValue, path: tuple[str, ...]) -> None:
-    for key in path[:-1]:
-        if not isinstance(masked, dict) or not isinstance(original, dict):
-            return
-        masked, original = masked.get(key), original.get(key)
-    if isinstance(masked, dict) and isinstance(original, dict) and path[-1] in original:
-        masked[path[-1]] = original[path[-1]]
 
 
 def _measurement(measurement: BackendResult) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Model(BaseModel):
         from_attributes=True,
         populate_by_name=True,
         serialize_by_alias=True,
+        defer_build=True,
     )
 
 
