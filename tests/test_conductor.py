@@ -57,6 +57,7 @@ class Machines:
     fails: dict[str, Step] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     serving: dict[str, str] = field(default_factory=dict)
+    as_wanted: tuple[str, ...] = ()
     switched: list[tuple[str, str]] = field(default_factory=list)
     drained: set[str] = field(default_factory=set)
     most_drained: int = 0
@@ -107,7 +108,7 @@ class ScriptedCrew:
                 on.switched.append((host, rollout.digest))
             case "rollback":
                 on.serving.pop(host, None)
-        return Outcome(host, step, True)
+        return Outcome(host, step, True, is_as_wanted=step == "prepare" and host in on.as_wanted)
 
     def look(self, rollout: Rollout) -> None:
         self._ended.append(Looked(self.machines.missing))
@@ -157,6 +158,16 @@ def test_a_rollout_from_start_to_end(history: History) -> None:
     assert [record.driven_by for record in list_rollouts(history)] == [None]
     steps = [t for t in told if isinstance(t, StepBegun | StepEnded)]
     assert len(steps) == 2 * 5 * len(HOSTS)
+
+
+def test_hosts_that_are_as_wanted_are_neither_drained_nor_switched(history: History) -> None:
+    begun(history)
+    machines = Machines(as_wanted=("gpu-1", "gpu-3"))
+    drained: list[str] = []
+    crew = ScriptedCrew(machines, on_step=lambda step, host: drained.append(host) if step == "drain" else None)
+    assert drive(history, crew).is_complete
+    assert machines.switched == [("gpu-2", "d1"), ("gpu-4", "d1")]
+    assert drained == ["gpu-2", "gpu-4"]
 
 
 def test_every_step_is_on_disk_before_its_host_is_touched(history: History) -> None:
@@ -347,10 +358,10 @@ def alive(marker: str) -> list[int]:
 
 def test_a_drain_that_never_ends_is_bounded_and_leaves_nothing(history: History) -> None:
     # The pipeline outlives its shell and holds the pipe open, so killing the shell alone would not do.
-    crew = hooked(history, Hook(drain="sleep 86401 | sleep 86402; true"), limit_s=0.5)
+    crew = hooked(history, Hook(drain="echo 3 pods are left; sleep 86401 | sleep 86402; true"), limit_s=0.5)
     begin = time.monotonic()
     outcome = one(crew, "drain", begun(history).rollout)
-    assert outcome.why == "the drain command did not end within 0 s"
+    assert outcome.why == "the drain command did not end within 0.5 s: 3 pods are left"
     assert time.monotonic() - begin < 10
     crew.stop()
     assert alive("sleep 8640") == []

@@ -146,7 +146,7 @@ def test_what_runs_is_waited_for(program: str, node: Node, history: History) -> 
 @pytest.mark.parametrize(
     ("program", "why"),
     [
-        ("scontrol", "the drain command did not end within 1 s"),
+        ("scontrol", "the drain command did not end within 1 s: it said nothing"),
         (
             "kubectl",
             'the drain command ended with 1: error when evicting pods/"serving": global timeout reached: 14m0s',

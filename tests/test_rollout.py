@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -65,7 +65,7 @@ def test_a_limit_is_a_count_or_a_percentage(text: str, hosts: int, expected: int
 
 @pytest.mark.parametrize("text", ["0", "0%", "101%", "-1", "1.5", "", "%", "three", "٣"])
 def test_a_wrong_limit_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"limit|wanted a number"):
+    with pytest.raises(ValueError, match=r"wanted at least one host|wanted a number"):
         Limit.parse(text)
 
 
@@ -126,10 +126,10 @@ def test_only_gpu_hosts_count_in_the_denominator() -> None:
         ((*fleet(2), RolloutHost("gpu-1")), {}, "host named twice: gpu-1"),
         (fleet(2), {"canary": 0}, "canary: wanted at least one host"),
         (fleet(2), {"canary": []}, "canary: wanted at least one host"),
-        (fleet(2), {"canary": ["gpu-9"]}, "canary is not in the inventory: gpu-9"),
+        (fleet(2), {"canary": ["gpu-9"]}, "canary is none of these hosts: gpu-9"),
         (fleet(2), {"canary": ["gpu-1", "gpu-1"]}, "canary named twice: gpu-1"),
-        (fleet(2), {"growth": 0.5}, "growth: wanted at least 1, found 0.5"),
-        (fleet(2), {"growth": float("nan")}, "growth: wanted at least 1, found nan"),
+        (fleet(2), {"growth": 0.5}, "growth: wanted 1 to 1000000, found 0.5"),
+        (fleet(2), {"growth": float("nan")}, "growth: wanted 1 to 1000000, found nan"),
         (fleet(2), {"domains_at_once": 0}, "domains at once: wanted at least 1, found 0"),
     ],
     ids=["twice", "no-canary", "empty-canary", "unknown", "canary-twice", "shrinking", "nan", "no-domain"],
@@ -219,6 +219,7 @@ class World:
     """Be the fleet and the controllers' database; both outlive a controller.
 
     ``kills`` are the moments at which a controller dies, ``asks`` those at which someone asks for something.
+    ``as_wanted`` are the hosts that serve the wanted digest before the rollout begins.
     """
 
     started: Started
@@ -227,6 +228,7 @@ class World:
     kills: set[int]
     seed: int
     asks: dict[int, str] = field(default_factory=dict)
+    as_wanted: frozenset[str] = frozenset()
     log: list[dict[str, object]] = field(default_factory=list)
     machines: dict[str, Machine] = field(default_factory=dict)
     moment: int = 0
@@ -236,7 +238,10 @@ class World:
 
     def __post_init__(self) -> None:
         self.order = random.Random(self.seed)
-        self.machines = {h.name: Machine({"driver": "d0", "environment": "d0"}) for h in self.started.hosts}
+        self.machines = {
+            h.name: Machine(dict.fromkeys(("driver", "environment"), "d1" if h.name in self.as_wanted else "d0"))
+            for h in self.started.hosts
+        }
         self.log.append(to_json(self.started))
 
     def live(self) -> None:
@@ -284,6 +289,8 @@ class World:
                 self.wave, self.is_wave_bad = transition.hosts, False
             case StepBegun(step="cutover" | "drain" | "gate" as step):
                 assert transition.host in self.wave
+                is_as_wanted = transition.host in self.as_wanted and self.rollout().digest == self.started.digest
+                assert not is_as_wanted, "disturbed for nothing"
                 assert not self.is_wave_bad or (step == "gate" and "driver" in self.started.passes)
             case StepEnded(step="cutover" | "gate", is_ok=False):
                 self.is_wave_bad = True
@@ -345,7 +352,10 @@ class World:
             now_s = max(now_s, do.not_before_s)
             self.live()
             is_ok, why, is_lost = self.act(rollout, do)
-            rollout, has_ended = self.record(rollout, StepEnded(now_s, do.host, do.step, is_ok, why, is_lost))
+            serving = self.machines[do.host].serving[rollout.current_pass]
+            is_as_wanted = do.step == "prepare" and serving == rollout.digest
+            ended = StepEnded(now_s, do.host, do.step, is_ok, why, is_lost, is_as_wanted)
+            rollout, has_ended = self.record(rollout, ended)
             assert has_ended
 
     def run(self, digest: str = "d1") -> Rollout:
@@ -370,7 +380,9 @@ class World:
             assert phase in ("waiting", "prepared", "done", "unprepared", "skipped", "reverted", "stuck")
             if phase != "stuck":
                 assert not machine.is_drained
-                assert (machine.serving[rollout.current_pass] == wanted) == (phase == "done")
+                is_there = machine.serving[rollout.current_pass] == wanted
+                # One that served it before may have failed to be prepared.
+                assert is_there == (phase == "done") or (is_there and name in self.as_wanted)
                 assert (wanted in machine.pins) == (phase == "reverted")
         if self.is_wave_bad and rollout.current_pass == "environment":
             assert {rollout.states[name].phase for name in self.wave} <= {
@@ -394,6 +406,7 @@ def worlds(draw: st.DrawFn, asks: tuple[str, ...] = ()) -> World:
         kills=draw(st.sets(st.integers(1, 200), max_size=12)),
         seed=draw(st.integers(0, 2**16)),
         asks=draw(st.dictionaries(st.integers(1, 150), st.sampled_from(asks), max_size=4)) if asks else {},
+        as_wanted=draw(st.frozensets(st.sampled_from(names), max_size=4)),
     )
 
 
@@ -769,6 +782,39 @@ def test_a_host_left_out_of_service_counts_until_it_is_back() -> None:
     # It takes no room, being out already, and is therefore tried first.
     rollout = opened(rollout)
     assert rollout.wave == ("gpu-1",)
+
+
+@pytest.mark.parametrize(
+    ("is_out", "phase", "waves"),
+    [(False, "done", [("gpu-1", "gpu-3")]), (True, "prepared", [("gpu-2",)])],
+    ids=["in-service", "left-out-of-service"],
+)
+def test_a_host_that_is_as_wanted_is_not_drained_but_put_back(
+    is_out: bool, phase: str, waves: list[tuple[str, ...]]
+) -> None:
+    rollout = replace(begin(4, canary=3, limit=4), stuck=frozenset({"gpu-2"} if is_out else ()))
+    rollout = advance(advance(rollout, Halted(0.4, "stopped")), Resumed(0.5, "ops", "d1"))
+    for name in ("gpu-1", "gpu-2", "gpu-3", "gpu-4"):
+        rollout = advance(rollout, StepBegun(1.0, name, "prepare"))
+        rollout = advance(rollout, StepEnded(2.0, name, "prepare", True, is_as_wanted=name == "gpu-2"))
+    assert rollout.states["gpu-2"].phase == phase
+    assert [opened(rollout).wave] == waves
+
+
+def test_hosts_without_gpus_that_cannot_be_prepared_do_not_stop_the_others() -> None:
+    hosts = (*fleet(4), *(RolloutHost(f"login-{at}", has_gpus=False) for at in range(3)))
+    waves, limits = plan_waves(hosts, 1, 2, Limit(1)), Limits(Limit(1))
+    rollout = replay([Started(0.0, "r1", "lab", "d1", hosts, waves, limits)])
+    for host in hosts:
+        rollout = did(rollout, host.name, "prepare", is_ok=host.has_gpus)
+    rollout = wave_done(rollout)
+    assert rollout.states["gpu-1"].phase == "done"
+    rollout = advance(rollout, Observed(5.0, ("gpu-2", "login-0", "login-1")))
+    told = decide(rollout, 6.0).record
+    assert isinstance(told, Halted)
+    assert told.why == (
+        "no host may be taken out of service: 1 of 4 GPU hosts are unavailable, 1 may be: gpu-2 (did not answer)"
+    )
 
 
 def test_a_host_that_stays_broken_can_be_left_out() -> None:

@@ -70,10 +70,10 @@ def apply(
     session.finish(results, json_output=json, events_to=events, verbose=verbose > 0)
 
 
-def confirm(inventory: str) -> None:
-    """Ask before hosts are changed. Raises InputError where nobody can answer."""
+def confirm(inventory: str, command: str = "apply", *, look: str = "bringup plan") -> None:
+    """Ask before a command changes hosts; ``look`` is what only looks. Raises InputError where nobody can answer."""
     if not sys.stdin.isatty():
         raise InputError(
-            "apply changes hosts and nobody is there to ask", hint="say --yes, or look first with `bringup plan`"
+            f"{command} changes hosts and nobody is there to ask", hint=f"say --yes, or look first with `{look}`"
         )
-    typer.confirm(f"Change the hosts of {inventory}? (`bringup plan` shows what would be done)", abort=True, err=True)
+    typer.confirm(f"{command}: change the hosts of {inventory}? (`{look}` only looks)", abort=True, err=True)

@@ -31,13 +31,14 @@ _LOOK_S = 2.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """Say how one step ended on one host."""
+    """Say how one step ended on one host, as ``StepEnded`` does."""
 
     host: str
     step: Step
     is_ok: bool
     why: str | None = None
     is_unreachable: bool = False
+    is_as_wanted: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class Conductor:
                 outcome.is_ok,
                 why=outcome.why,
                 is_unreachable=outcome.is_unreachable,
+                is_as_wanted=outcome.is_as_wanted,
             )
         )
 

@@ -202,12 +202,13 @@ class EngineCrew:
             if step == "cutover" and result is not None and result.verification is not None:
                 seen = self._seen.setdefault(host, _Seen())
                 seen.measured, seen.measured_run = _bandwidths(result), results.run
-            self._ended.put(Outcome(host, step, is_ok, why, is_unreachable))
+            is_as_wanted = step == "prepare" and result is not None and judge_result(result, now)[0]
+            self._ended.put(Outcome(host, step, is_ok, why, is_unreachable, is_as_wanted))
 
     def _gated(self, host: str, result: HostResult | None, rollout: Rollout) -> Outcome:
         if result is None or result.status == "unknown":
             return Outcome(host, "gate", False, _why(result), is_unreachable=True)
-        is_verified, why_not = _verified(result, rollout.current_pass)
+        is_verified, why_not = judge_result(result, rollout.current_pass)
         seen = self._seen.get(host) or self._remembered(host)
         since_s = rollout.states[host].since_s
         verdict = judge_gate(
@@ -281,8 +282,8 @@ class EngineCrew:
             self._hooks_running.add(process.pid)
         try:
             said, _ = process.communicate(timeout=self.hook_limit_s)
-        except subprocess.TimeoutExpired:
-            return f"the {step} command did not end within {self.hook_limit_s:.0f} s"
+        except subprocess.TimeoutExpired as late:
+            return _told(f"the {step} command did not end within {self.hook_limit_s:g} s", late.output, environment)
         finally:
             _end_group(process.pid)
             with self._lock:
@@ -292,9 +293,13 @@ class EngineCrew:
             process.wait()
         if process.returncode == 0:
             return None
-        # A hook that fails may print what it was given.
-        lines = hide(said.decode("utf-8", "replace"), environment).strip().splitlines()
-        return f"the {step} command ended with {process.returncode}: {lines[-1][:300] if lines else 'it said nothing'}"
+        return _told(f"the {step} command ended with {process.returncode}", said, environment)
+
+
+def _told(what: str, said: bytes | None, environment: Mapping[str, str]) -> str:
+    # A hook that fails may print what it was given.
+    lines = hide((said or b"").decode("utf-8", "replace"), environment).strip().splitlines()
+    return f"{what}: {lines[-1][:300] if lines else 'it said nothing'}"
 
 
 def _end_group(pid: int) -> None:
@@ -338,7 +343,8 @@ def _inspected(host: str, result: HostResult | None, now: Pass) -> Outcome:
     return Outcome(host, "inspect", is_there)
 
 
-def _verified(result: HostResult, now: Pass) -> tuple[bool, str | None]:
+def judge_result(result: HostResult, now: Pass) -> tuple[bool, str | None]:
+    """Return whether a host is where a pass wants it, and why it is not."""
     if now == "driver":
         # The environment is the next pass, so only the driver can be as wanted yet.
         return not differs_in_driver(result), _why(result)

@@ -9,6 +9,7 @@ import typer
 from bringup.commands import apply as applying
 from bringup.commands import options, session
 from bringup.engine import Job
+from bringup.errors import InputError
 
 
 def rollback(
@@ -16,7 +17,8 @@ def rollback(
     limit: options.Limit = None,
     exclude: options.Exclude = None,
     to: Annotated[
-        str | None, typer.Option("--to", help="Digest of the environment to return to. Default: the one before.")
+        str | None,
+        typer.Option("--to", help="Digest of the environment or stack to return to. Default: the one before."),
     ] = None,
     unpin: Annotated[bool, typer.Option("--unpin", help="Only remove the pin, so that apply may go on.")] = False,
     reason: Annotated[str, typer.Option("--reason", help="Why; kept in the pin.")] = "rolled back by hand",
@@ -32,9 +34,12 @@ def rollback(
     """Return to the environment, /usr/local/cuda, service file and linker entry before the last cutover.
 
     The driver stays. The stack that was left is pinned: apply refuses it until --unpin or another digest.
+    Exit status: 0 all as asked, 1 some host is not, 2 the job could not be done.
     """
+    if unpin and to is not None:
+        raise InputError("--unpin only removes the pin, and --to rolls back: only one can be meant")
     if not yes:
-        applying.confirm(inventory)
+        applying.confirm(inventory, "rollback", look="bringup drift")
     job = Job(
         command="rollback",
         inventory=inventory,

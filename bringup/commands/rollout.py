@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 import uuid
@@ -11,7 +12,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,7 +22,7 @@ from bringup import engine
 from bringup.commands import apply as applying
 from bringup.commands import options, session
 from bringup.commands.conductor import Conductor, Crew
-from bringup.commands.crew import EngineCrew, Hook, differs_in_driver
+from bringup.commands.crew import EngineCrew, Hook, differs_in_driver, judge_result
 from bringup.errors import InputError
 from bringup.history import (
     History,
@@ -36,7 +37,7 @@ from bringup.history import (
 from bringup.report import events, tables, text
 from bringup.report.masking import Masker
 from bringup.report.records import RolloutResults
-from bringup.report.results import Results
+from bringup.report.results import HostResult, Results
 from bringup.rollout import (
     AbortAsked,
     Limit,
@@ -57,8 +58,18 @@ from bringup.rollout import (
 
 Domain = Literal["none", "rack", "group"]
 
+# An endless wait is no limit; no scheduler lets a job run for longer than this.
+_LONGEST_S = 30 * 86_400
+_DRAIN_LIMIT_S = 900.0
+_PARALLEL = 50
+# The finding that counts the GPUs on a host's bus.
+_GPU_COUNT = "BU-PRE-016"
+# What a rollout keeps from its beginning to its end.
+_KEPT = ("canary", "growth", "max_unavailable", "domain", "per_domain", "domains_at_once", "soak_s")
+
 
 def rollout(
+    context: typer.Context,
     inventory: options.Inventory,
     canary: Annotated[
         str, typer.Option("--canary", help="How many hosts go first, or their names, separated by commas.")
@@ -80,12 +91,21 @@ def rollout(
         int | None, typer.Option("--domains-at-once", min=1, help="Failure domains that one wave may touch.")
     ] = None,
     soak_s: Annotated[
-        float, typer.Option("--soak", metavar="SECONDS", min=0, help="How long a host must stay good in its gate.")
+        float,
+        typer.Option(
+            "--soak", metavar="SECONDS", min=0, max=_LONGEST_S, help="How long a host must stay good in its gate."
+        ),
     ] = 0.0,
     drain_limit_s: Annotated[
         float,
-        typer.Option("--drain-limit", metavar="SECONDS", min=1, help="Longest that a drain or undrain may take."),
-    ] = 900.0,
+        typer.Option(
+            "--drain-limit",
+            metavar="SECONDS",
+            min=1,
+            max=_LONGEST_S,
+            help="Longest that a drain or undrain may take.",
+        ),
+    ] = _DRAIN_LIMIT_S,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show stages and hosts, and begin nothing.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the rollout that is not finished.")] = False,
     pause: Annotated[bool, typer.Option("--pause", help="Ask the rollout to begin no further wave.")] = False,
@@ -98,16 +118,19 @@ def rollout(
     json: options.Json = False,
     events_to: options.Events = None,
     executor: options.Scheduler = None,
-    parallel: options.Parallel = 50,
+    parallel: options.Parallel = _PARALLEL,
     verbose: options.Verbose = 0,
 ) -> None:
     """Prepare every host, then cut over wave by wave, the canary first: drain, cutover, gate, undrain.
 
     A wave that fails is rolled back and pinned, the rest is left alone, and the command that goes on is printed.
-    Exit status: 0 every host is as wanted, 1 not, 2 the job could not be done.
+    A host that is as wanted already is left alone. Exit status: 0 every host is as wanted (with --dry-run, --pause
+    and --abort: it is done), 1 not, 2 the job could not be done.
     """
     if sum((dry_run, resume, pause, abort)) > 1:
         raise InputError("of --dry-run, --resume, --pause and --abort only one can be meant")
+    if resume or pause or abort:
+        _refuse_kept(context)
     name = str(Path(inventory).resolve())
     overrides = session.overrides(stack=stack, lock=lock)
     if (cluster := session.executor(executor)) is not None:
@@ -118,13 +141,19 @@ def rollout(
         exits.callback(history.close)
         if pause or abort:
             _ask(history, name, pause=pause, json=json)
-        hosts = engine.describe(inventory, limit=tuple(limit or ()), exclude=tuple(exclude or ()), overrides=overrides)
-        target = _one_stack(hosts)
         lease = None
         if resume:
-            stream = session.open_events(events_to, exits)
             log = _unfinished(history, name)
+            hosts, without = _members(log, engine.describe(inventory, overrides=overrides), limit or (), exclude or ())
+            target = _one_stack(hosts)
+            _tell_change(log, target, is_named=stack is not None)
+            stream = session.open_events(events_to, exits)
         else:
+            hosts = engine.describe(
+                inventory, limit=tuple(limit or ()), exclude=tuple(exclude or ()), overrides=overrides
+            )
+            target = _one_stack(hosts)
+            _refuse_domains(hosts, domain, has_limit=per_domain is not None or domains_at_once is not None)
             looked = look([host["name"] for host in hosts])
             started = _planned(
                 hosts,
@@ -136,14 +165,13 @@ def rollout(
                 domain=domain,
                 soak_s=soak_s,
             )
+            if looked.exit_code == 0:
+                _nothing_to_do(started, json=json)
             if dry_run:
                 _show_plan(started, looked, json=json)
-            if looked.exit_code == 0:
-                typer.echo("every host is as wanted: nothing to roll out", err=True)
-                raise typer.Exit(0)
             _refuse_second(history, name)
             if not yes:
-                applying.confirm(inventory)
+                applying.confirm(inventory, "rollout", look="bringup rollout INVENTORY --dry-run")
             stream = session.open_events(events_to, exits)
             log, lease = _started(history, started, name)
         teller = Teller(log.id, stream, quiet=json)
@@ -166,9 +194,10 @@ def rollout(
             new_crew,
             teller,
             lease=lease,
-            resumed=_resumed(log, target["digest"], look, exclude or []) if resume else None,
+            resumed=_resumed(log, target["digest"], look, without) if resume else None,
         )
-    _finish(end, resume_command(inventory, stack, lock, executor), json=json or events_to == "-")
+    again = resume_command(inventory, stack, lock, executor, drain_limit_s=drain_limit_s, parallel=parallel)
+    _finish(end, again, json=json, is_stream=events_to == "-")
 
 
 def conduct(
@@ -243,12 +272,22 @@ def _said(transition: Transition, state: Rollout) -> str | None:
             return None
 
 
-def resume_command(inventory: str, stack: str | None, lock: Path | None, scheduler: str | None = None) -> str:
-    """Return the command that goes on with a rollout, ready to be pasted."""
+def resume_command(
+    inventory: str,
+    stack: str | None,
+    lock: Path | None,
+    scheduler: str | None = None,
+    *,
+    drain_limit_s: float = _DRAIN_LIMIT_S,
+    parallel: int = _PARALLEL,
+) -> str:
+    """Return the command that goes on with a rollout, ready to be pasted: with all that the rollout does not keep."""
     words = ["bringup", "rollout", inventory, "--resume"]
     words += ["--stack", stack] if stack is not None else []
     words += ["--lock", str(lock)] if lock is not None else []
     words += ["--executor", scheduler] if scheduler is not None else []
+    words += ["--drain-limit", f"{drain_limit_s:g}"] if drain_limit_s != _DRAIN_LIMIT_S else []
+    words += ["--parallel", str(parallel)] if parallel != _PARALLEL else []
     return shlex.join(words)
 
 
@@ -266,11 +305,14 @@ def _planned(
     domain: Domain,
     soak_s: float,
 ) -> Started:
-    hosts = tuple(RolloutHost(host["name"], domain=_domain(host, domain)) for host in described)
+    hosts = tuple(
+        RolloutHost(host["name"], domain=_domain(host, domain), has_gpus=_has_gpus(looked.hosts.get(host["name"])))
+        for host in described
+    )
     try:
         waves = plan_waves(
             hosts,
-            int(canary) if canary.isascii() and canary.isdigit() else [name for name in canary.split(",") if name],
+            _canary(canary),
             growth,
             limits.unavailable,
             per_domain=limits.per_domain,
@@ -285,23 +327,65 @@ def _planned(
     )
 
 
+def _canary(text: str) -> int | list[str]:
+    if text.isascii() and text.isdigit():
+        return int(text)
+    if re.fullmatch(r"[-+]?[0-9.]+%?", text):
+        raise InputError(f"--canary {text} cannot be read", why="wanted a number of hosts, at least 1, or their names")
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def _domain(host: Mapping[str, Any], domain: Domain) -> str | None:
     groups: Sequence[str] = host["groups"]
-    rack: str | None = host["rack"]
+    rack = None if host["rack"] is None else str(host["rack"])
     return {"none": None, "rack": rack, "group": groups[0] if groups else None}[domain]
 
 
+def _has_gpus(result: HostResult | None) -> bool:
+    """Return False for a host that is known to have none; one that could not be read may have some."""
+    findings = result.findings if result is not None else ()
+    return not any(one.code == _GPU_COUNT and one.evidence.get("found") == 0 for one in findings)
+
+
 def _limits(max_unavailable: str, per_domain: str | None, domains_at_once: int | None) -> Limits:
+    return Limits(
+        _limit("--max-unavailable", max_unavailable),
+        _limit("--per-domain", per_domain) if per_domain is not None else None,
+        domains_at_once,
+    )
+
+
+def _limit(option: str, text: str) -> Limit:
     try:
-        return Limits(
-            Limit.parse(max_unavailable), Limit.parse(per_domain) if per_domain is not None else None, domains_at_once
-        )
+        return Limit.parse(text)
     except ValueError as error:
-        raise InputError("a limit cannot be read", why=str(error)) from None
+        raise InputError(f"{option} {text} cannot be read", why=str(error)) from None
+
+
+def _refuse_domains(hosts: Sequence[Mapping[str, Any]], domain: Domain, *, has_limit: bool) -> None:
+    """Refuse limits that would not hold for every host: nobody would notice."""
+    if not has_limit:
+        return
+    if domain == "none":
+        raise InputError(
+            "--per-domain and --domains-at-once limit nothing without failure domains",
+            hint="say what one is: --domain rack, or --domain group",
+        )
+    if nowhere := [host["name"] for host in hosts if _domain(host, domain) is None]:
+        raise InputError(
+            f"no {domain} is known of {_named(nowhere)}, so no limit would hold there",
+            hint="put it into the inventory, or leave these hosts out with --exclude",
+        )
+
+
+def _named(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _one_stack(hosts: Sequence[Mapping[str, Any]]) -> Mapping[str, str]:
     stacks = {host["stack"]["digest"]: host["stack"] for host in hosts}
+    if not stacks:
+        raise InputError("no host is left to work on", hint="look at the inventory, --limit and --exclude")
     if len(stacks) > 1:
         names = sorted({stack["name"] for stack in stacks.values()})
         raise InputError(
@@ -318,10 +402,24 @@ def _look(
     return engine.run(job, lambda _event: None, executor=session.executor(scheduler))
 
 
-def _show_plan(started: Started, looked: Results, *, json: bool) -> None:
-    planned = replay([started])
+def _nothing_to_do(started: Started, *, json: bool) -> NoReturn:
     if json:
-        typer.echo(RolloutResults.of(planned).as_json())
+        document = _begun_by_nobody(started)
+        hosts = {name: host.model_copy(update={"phase": "done"}) for name, host in document.hosts.items()}
+        summary = document.summary.model_copy(update={"done": len(hosts), "untouched": 0})
+        typer.echo(document.model_copy(update={"status": "done", "hosts": hosts, "summary": summary}).as_json())
+    typer.echo("every host is as wanted: nothing to roll out", err=True)
+    raise typer.Exit(0)
+
+
+def _begun_by_nobody(started: Started) -> RolloutResults:
+    # An id would be looked for in the history, and nothing has begun.
+    return RolloutResults.of(replay([started])).model_copy(update={"rollout": ""})
+
+
+def _show_plan(started: Started, looked: Results, *, json: bool) -> NoReturn:
+    if json:
+        typer.echo(_begun_by_nobody(started).as_json())
     else:
         console = Console(highlight=False)
         console.print(tables.wave_plan(started.hosts, started.waves, started.passes))
@@ -329,6 +427,9 @@ def _show_plan(started: Started, looked: Results, *, json: bool) -> None:
         silent = [name for wave in started.waves for name in wave if found[name].status == "unknown"]
         if silent:
             console.print(Text(f"do not answer, and count as failed: {', '.join(silent)}"), soft_wrap=True)
+        as_wanted = [name for wave in started.waves for name in wave if judge_result(found[name], "environment")[0]]
+        if as_wanted:
+            console.print(Text(f"as wanted already, and left alone: {', '.join(as_wanted)}"), soft_wrap=True)
     raise typer.Exit(0)
 
 
@@ -340,6 +441,65 @@ def _unfinished(history: History, inventory: str) -> RolloutLog:
     if not found:
         raise InputError("no rollout over this inventory is unfinished", hint="`bringup status` lists them all")
     return open_rollout(history, found[0].id)
+
+
+def _refuse_kept(context: typer.Context) -> None:
+    """Refuse options that only the beginning of a rollout can choose: they would be passed over in silence."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in _KEPT and source is not None and source.name == "COMMANDLINE":
+            raise InputError(
+                f"{parameter.opts[0]} was chosen when the rollout began, and is kept",
+                hint="to choose again, end it with --abort and begin another",
+            )
+
+
+def _members(
+    log: RolloutLog, described: Sequence[dict[str, Any]], limit: Sequence[str], exclude: Sequence[str]
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Return the hosts of a rollout as the inventory has them now, and the names of those to leave out from now on.
+
+    Raises InputError for hosts of the rollout that the inventory has no longer, and that are not left out.
+    """
+    names = list(log.rollout.states)
+    there = {host["name"]: host for host in described}
+
+    def named(pattern: str) -> set[str]:
+        groups = {name: there[name]["groups"] if name in there else () for name in names}
+        return {name for name in names if fnmatchcase(name, pattern) or pattern in groups[name]}
+
+    out: set[str] = set()
+    for pattern in exclude:
+        if not (found := named(pattern)):
+            raise InputError(f"{pattern!r} matches no host of rollout {log.id}", hint=f"its hosts are {_named(names)}")
+        out |= found
+    if limit and (rest := [name for name in names if name not in out.union(*map(named, limit))]):
+        raise InputError(
+            f"rollout {log.id} goes on with all its hosts, and --limit leaves out {_named(rest)}",
+            hint="leave a host out for good with --exclude",
+        )
+    if gone := [name for name in names if name not in there and name not in out]:
+        raise InputError(
+            f"rollout {log.id} is over {_named(gone)} as well, and the inventory is not any more",
+            hint="put them back, or leave them out for good with --exclude",
+        )
+    return [there[name] for name in names if name not in out], tuple(name for name in names if name in out)
+
+
+def _tell_change(log: RolloutLog, target: Mapping[str, str], *, is_named: bool) -> None:
+    """Say that a rollout goes on with another stack; one that nobody named is refused."""
+    state = log.rollout
+    if target["name"] != state.stack and not is_named:
+        raise InputError(
+            f"rollout {log.id} brings hosts to {state.stack}, and the inventory says {target['name']}",
+            hint=f"name the stack that is meant: --stack {state.stack}, or --stack {target['name']}",
+        )
+    if target["digest"] != state.digest:
+        typer.echo(
+            f"the stack is another one now, {target['name']} {target['digest']} instead of {state.stack} "
+            f"{state.digest}: every host begins again, the canary first",
+            err=True,
+        )
 
 
 def _started(history: History, started: Started, inventory: str) -> tuple[RolloutLog, Lease]:
@@ -378,9 +538,10 @@ def _ask(history: History, inventory: str, *, pause: bool, json: bool) -> None:
     raise typer.Exit(0)
 
 
-def _resumed(log: RolloutLog, digest: str, look: Callable[[Sequence[str]], Results], exclude: Sequence[str]) -> Resumed:
+def _resumed(
+    log: RolloutLog, digest: str, look: Callable[[Sequence[str]], Results], without: tuple[str, ...]
+) -> Resumed:
     state = log.rollout
-    without = tuple(name for name in state.states if any(fnmatchcase(name, pattern) for pattern in exclude))
     is_unpinned = False
     if state.pinned and digest == state.digest:
         looked = look(sorted(state.pinned - set(without)))
@@ -390,12 +551,13 @@ def _resumed(log: RolloutLog, digest: str, look: Callable[[Sequence[str]], Resul
     return Resumed(time.time(), engine.who(), digest, is_unpinned=is_unpinned, without=without)
 
 
-def _finish(state: Rollout, resume: str, *, json: bool) -> None:
+def _finish(state: Rollout, resume: str, *, json: bool, is_stream: bool) -> NoReturn:
+    """Print how it ended; with ``is_stream`` stdout belongs to the events, and people read it on stderr."""
     document = RolloutResults.of(state, resume=resume)
     if json:
         typer.echo(document.as_json())
     else:
-        console = Console(highlight=False)
+        console = Console(highlight=False, stderr=is_stream)
         console.print(tables.rollout(document))
         summary = document.summary
         console.print(

@@ -97,7 +97,7 @@ def _prepare_refusal(rollout: Rollout) -> str | None:
     canary = [name for name, phase in phases.items() if phase == "unprepared"]
     if canary and "done" not in phases.values():
         return f"the canary could not be prepared: {told(rollout, canary)}"
-    unprepared = [host.name for host in rollout.hosts if states[host.name].phase == "unprepared"]
+    unprepared = [host.name for host in rollout.hosts if host.has_gpus and states[host.name].phase == "unprepared"]
     allowed = rollout.limits.unavailable.of(sum(host.has_gpus for host in rollout.hosts))
     if len(unprepared) > allowed:
         return (
@@ -108,7 +108,8 @@ def _prepare_refusal(rollout: Rollout) -> str | None:
 
 
 def _no_room(rollout: Rollout) -> str:
-    missing = sorted(rollout.unavailable, key=natural)
+    gpu_hosts = {host.name for host in rollout.hosts if host.has_gpus}
+    missing = sorted(rollout.unavailable & gpu_hosts, key=natural)
     left = [
         host
         for host in rollout.hosts
@@ -122,10 +123,9 @@ def _no_room(rollout: Rollout) -> str:
             f"{_counted(names)} may not be taken out of service: too many of {', '.join(domains[:5])} are "
             f"unavailable: {told(rollout, [n for n in missing if room.domain_of(n) in domains])}"
         )
-    gpu_hosts = sum(host.has_gpus for host in rollout.hosts)
-    allowed = rollout.limits.unavailable.of(gpu_hosts)
+    allowed = rollout.limits.unavailable.of(len(gpu_hosts))
     return (
-        f"no host may be taken out of service: {len(missing)} of {gpu_hosts} GPU hosts are unavailable, "
+        f"no host may be taken out of service: {len(missing)} of {len(gpu_hosts)} GPU hosts are unavailable, "
         f"{allowed} may be: {told(rollout, missing)}"
     )
 

@@ -259,6 +259,9 @@ def _end(rollout: Rollout, ended: StepEnded) -> Rollout:
     if before.doing != step:
         raise ValueError(f"{host}: {step} cannot end, {before.doing or 'nothing'} is under way")
     phase = _phase_after(before.phase, ended)
+    if phase == "prepared" and ended.is_as_wanted and host not in rollout.stuck:
+        # Nothing is left to cut over, so it is not drained; one that is out of service has yet to be put back.
+        phase = "done"
     failed_cutover = phase in ("cutover_failed", "gate_failed")
     if failed_cutover and rollout.current_pass == "driver":
         # A driver is not rolled back, so the host stays drained for a person to look at.

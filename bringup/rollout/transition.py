@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from bringup.rollout.wave import Limits, RolloutHost, Wave
 
@@ -69,7 +69,7 @@ class StepEnded:
     """A step ended on a host.
 
     ``is_ok`` for ``inspect`` means that the host already serves the wanted digest. ``is_unreachable``: the
-    host did not answer, which is never ok.
+    host did not answer, which is never ok. ``is_as_wanted``: the host was prepared and nothing is left to cut over.
     """
 
     time_s: float
@@ -78,6 +78,7 @@ class StepEnded:
     is_ok: bool
     why: str | None = None
     is_unreachable: bool = False
+    is_as_wanted: bool = False
     kind: Literal["step_ended"] = "step_ended"
 
 
@@ -131,7 +132,7 @@ Transition = Annotated[
     Field(discriminator="kind"),
 ]
 
-_ADAPTER: TypeAdapter[Transition] = TypeAdapter(Transition)
+_ADAPTER: TypeAdapter[Transition] = TypeAdapter(Transition, config=ConfigDict(defer_build=True))
 
 
 def to_json(transition: Transition) -> dict[str, object]:

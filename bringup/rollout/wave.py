@@ -7,6 +7,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+_MOST_GROWTH = 1_000_000
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -20,7 +22,7 @@ class Limit:
 
     def __post_init__(self) -> None:
         if self.value < 1 or (self.is_percentage and self.value > 100):
-            raise ValueError(f"not a limit: {self}")
+            raise ValueError(f"wanted at least one host, or 1% to 100% of them, found {self}")
 
     def __str__(self) -> str:
         return f"{self.value}%" if self.is_percentage else str(self.value)
@@ -147,13 +149,13 @@ def plan_waves(
     names = [host.name for host in hosts]
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise ValueError(f"host named twice: {', '.join(sorted(twice))}")
-    if not 1 <= growth <= 1e6:
-        raise ValueError(f"growth: wanted at least 1, found {growth}")
+    if not 1 <= growth <= _MOST_GROWTH:
+        raise ValueError(f"growth: wanted 1 to {_MOST_GROWTH}, found {growth}")
     chosen = () if isinstance(canary, int) else tuple(canary)
     if twice := [name for name, times in Counter(chosen).items() if times > 1]:
         raise ValueError(f"canary named twice: {', '.join(sorted(twice))}")
     if unknown := set(chosen) - set(names):
-        raise ValueError(f"canary is not in the inventory: {', '.join(sorted(unknown))}")
+        raise ValueError(f"canary is none of these hosts: {', '.join(sorted(unknown))}")
     size = float(canary) if isinstance(canary, int) else float(len(chosen))
     if size < 1:
         raise ValueError("canary: wanted at least one host")
