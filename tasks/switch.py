@@ -7,13 +7,10 @@ of it back. Each completed set is kept on the host, so that a rollback knows whe
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
 from pyinfra.api.deploy import deploy
 from pyinfra.api.host import Host
 
@@ -23,7 +20,19 @@ from bringup.finding import Finding
 from bringup.findings import change, environment
 from bringup.host_state import HostState, Unknown
 from tasks import candidate
-from tasks.channel import fetch, push
+from tasks.channel import push
+from tasks.cutovers import (
+    CutoverSet,
+    asked_for,
+    completed,
+    destination,
+    left,
+    now,
+    nowhere,
+    remembered,
+    unrecorded,
+    with_found,
+)
 from tasks.drain import drain, undrain
 from tasks.environment import HOME, builder
 from tasks.run import (
@@ -45,87 +54,11 @@ from tasks.run import (
 from tasks.verify import RECORD, SWITCH, is_proved, looked_again, target
 
 CURRENT = f"{HOME}/current"
-CUTOVERS = "/var/lib/bringup/cutovers.json"
 PIN = "/var/lib/bringup/pin.json"
 ASSIGNED = "/var/lib/bringup/assigned.json"
 KEPT_OLD = 2
-KEPT_CUTOVERS = 20
 RESTART_LIMIT_S = 1800
 """A serving unit may load a large model before it says that it is ready."""
-
-
-class CutoverSet(BaseModel):
-    """What one completed cutover left serving.
-
-    ``digest`` is the stack's. ``environment`` None: the stack names an existing one, and nothing is switched.
-    ``linker`` None: the stack has no linker entry. ``verification`` is the record that proved it, None for a
-    cutover without one. ``at`` is a time as in RFC 3339, in UTC.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    stack: str
-    digest: str
-    environment: str | None
-    cuda: str
-    service: str | None
-    linker: str | None
-    restart: tuple[str, ...] = ()
-    verification: dict[str, Any] | None = None
-    at: str
-
-    @property
-    def content(self) -> tuple[str | None, ...]:
-        """Return what makes two sets the same."""
-        return (self.environment, self.cuda, self.service, self.linker)
-
-
-# ---------------------------------------------------------------- what was
-
-
-def completed(host: Host) -> list[CutoverSet]:
-    """Return the completed cutovers of a host, the oldest first.
-
-    Raises HostError when the host's list cannot be read.
-    """
-    text = fetch(host, CUTOVERS, missing="[]")
-    try:
-        return [CutoverSet.model_validate(entry) for entry in json.loads(text)]
-    except (ValueError, ValidationError) as error:
-        raise HostError(f"{CUTOVERS} cannot be used", host=host.name, why=str(error)[:300]) from None
-
-
-def remembered(sets: list[CutoverSet], new: CutoverSet) -> Command:
-    """Return the command that adds a completed cutover to the host's list."""
-    kept = [entry.model_dump() for entry in (*sets, new)][-KEPT_CUTOVERS:]
-    # Undone with the rest if the run is cut off before it is committed.
-    return write(CUTOVERS, json.dumps(kept, sort_keys=True) + "\n", mode="0600", undo=True)
-
-
-def now() -> str:
-    """Return the time as in RFC 3339, in UTC."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def asked_for(context: Context) -> CutoverSet:
-    """Return the set that the stack asks for on this host."""
-    stack, state = context.stack, context.state
-    entry = candidate.candidate(stack, state)
-    is_built = stack.python.existing is None
-    machine = None if isinstance(state.os, Unknown) else state.os.machine
-    record = state.verification
-    proof = None if record is None or isinstance(record, Unknown) else record.model_dump(mode="json", by_alias=True)
-    return CutoverSet(
-        stack=stack.name,
-        digest=stack.digest,
-        environment=candidate.path(entry) if entry is not None and is_built else None,
-        cuda=wanted.toolkit_directory(stack.cuda.default),
-        service=wanted.service_text(stack) if is_built else None,
-        linker=wanted.linker_text(stack, machine) if stack.linker and machine else None,
-        restart=tuple(stack.service.restart),
-        verification=proof,
-        at=now(),
-    )
 
 
 # ---------------------------------------------------------------- cutover
@@ -135,7 +68,7 @@ def asked_for(context: Context) -> CutoverSet:
 def cutover(context: Context) -> Commands:
     """Point link, service file and ``current`` at what was proved, restart the units, keep the set."""
     host = context.host
-    new = asked_for(context)
+    new = asked_for(context, candidate.candidate(context.stack, context.state))
     moves = any(fnmatchcase(found.path, p) for found in context.differences for p in SWITCH[2:])
     yield work("settle")
     if not is_executing():
@@ -151,7 +84,7 @@ def cutover(context: Context) -> Commands:
         if busy is not None:
             yield refuse(host, busy)
             return
-        sets = completed(host)
+        sets = with_found(context, completed(host))
         yield from applied(context, new)
         yield remembered(sets, new)
         assigned = {"name": context.stack.name, "digest": context.stack.digest}
@@ -282,27 +215,6 @@ def tidied(context: Context, sets: list[CutoverSet], new: CutoverSet) -> Iterato
 # ---------------------------------------------------------------- rollback
 
 
-def destination(
-    sets: list[CutoverSet], state: HostState, to: str | None
-) -> tuple[CutoverSet | None, CutoverSet | None]:
-    """Return (the set that serves, the set to go back to); None where there is none.
-
-    Without ``to`` it is the latest set that differs from the serving one and whose stack is not pinned; with
-    it, the latest of that stack or environment digest. Its environment must be there, whole and not tainted.
-    """
-    serving = sets[-1] if sets else None
-    entries = () if isinstance(state.environment, Unknown) else state.environment.environments
-    sound = {candidate.path(entry) for entry in entries if entry.is_complete and not entry.is_tainted}
-    pinned = None if state.pin is None or isinstance(state.pin, Unknown) else state.pin.digest
-    for entry in reversed(sets[:-1]):
-        names = (entry.digest, (entry.environment or "").rsplit("/", 1)[-1].rpartition("-")[0])
-        is_meant = to in names if to is not None else entry.digest != pinned
-        is_other = serving is not None and entry.content != serving.content
-        if is_meant and is_other and (entry.environment is None or entry.environment in sound):
-            return serving, entry
-    return serving, None
-
-
 @converges("pin", when=lambda _: True)
 def rollback(context: Context) -> Commands:
     """Restore the set of an earlier cutover and pin the stack that is left; or only remove the pin."""
@@ -316,31 +228,44 @@ def rollback(context: Context) -> Commands:
     yield work("settle")
     if not is_executing():
         return
-    sets = completed(host)
-    if chosen.rollback_from is not None and not (sets and sets[-1].digest == chosen.rollback_from):
+    kept = completed(host)
+    if chosen.rollback_from is not None and not (kept and kept[-1].digest == chosen.rollback_from):
         # A rollout leaves a stack that this host never cut over to, or has left already: only the pin is missing.
         yield pinned(chosen.rollback_from, chosen.rollback_reason)
         return
-    serving, goal = destination(sets, context.state, chosen.rollback_to)
-    if serving is None or goal is None:
-        yield refuse(host, nowhere(sets, chosen.rollback_to))
+    if isinstance(context.state.environment, Unknown):
+        raise HostError("its environments could not be looked at", host=host.name)
+    sets, to = with_found(context, kept), chosen.rollback_to
+    goal = destination(sets, context.state, to)
+    if goal is None and to is not None and (goal := unrecorded(context, to)) is not None:
+        facts.tell_finding(host, unproved(goal, context))
+    if goal is None:
+        yield refuse(host, nowhere(context, kept, to))
         return
+    sets = [*sets[:-1], *(left(context, serving) for serving in sets[-1:])]
+    leaving = sets[-1].digest if sets else None
+    if leaving is None:
+        facts.tell_finding(host, not_pinned())
     problem = drain(host)
     if problem is not None:
         yield refuse(host, problem)
         return
     try:
         context = looked_again(context)
-        units = tuple(dict.fromkeys((*serving.restart, *goal.restart)))
+        units = tuple(dict.fromkeys((*(sets[-1].restart if sets else ()), *goal.restart)))
         busy = change.in_use(without_units(context.state, units), "a rollback")
         if busy is not None:
             yield refuse(host, busy)
             return
         goal = goal.model_copy(update={"restart": units, "at": now()})
-        yield pinned(serving.digest, chosen.rollback_reason)
+        if leaving is not None:
+            yield pinned(leaving, chosen.rollback_reason)
         if goal.verification is not None:
             # It still says for what it holds, so a host that has changed since does not count as verified.
             yield write(RECORD, json.dumps(goal.verification, sort_keys=True) + "\n", undo=True)
+        else:
+            # What is there proves what is left.
+            yield remove(RECORD, undo=True)
         yield from linked(goal)
         yield from applied(context, goal)
         yield remembered(sets, goal)
@@ -355,6 +280,28 @@ def pinned(digest: str, reason: str) -> Command:
     return write(PIN, json.dumps(pin, sort_keys=True) + "\n", undo=True)
 
 
+def unproved(goal: CutoverSet, context: Context) -> Finding:
+    """Return the finding for a rollback to an environment that no kept cutover names."""
+    around = "stay as they are" if goal.digest is None else f"become those of {context.stack.name}"
+    return Finding(
+        code="BU-ENV-163",
+        severity="warning",
+        cause=f"the host keeps no record of a cutover to {goal.name}: /usr/local/cuda, the service file and the loader "
+        f"entry {around}",
+        remedy="name its stack in the inventory and run bringup apply: nothing here says that it was proved",
+    )
+
+
+def not_pinned() -> Finding:
+    """Return the finding for a rollback from what nobody knows the stack of."""
+    return Finding(
+        code="BU-ENV-164",
+        severity="warning",
+        cause="the host does not say which stack it leaves, so none is pinned",
+        remedy="change the stack in the inventory before the next apply: it would switch to that one",
+    )
+
+
 def linked(goal: CutoverSet) -> Iterator[Command]:
     """Yield what restores the linker entry."""
     if goal.linker is None:
@@ -362,18 +309,6 @@ def linked(goal: CutoverSet) -> Iterator[Command]:
     else:
         yield write(wanted.LINKER_FILE, goal.linker, undo=True)
     yield do("ldconfig", ["ldconfig"], limit_s=120)
-
-
-def nowhere(sets: list[CutoverSet], to: str | None) -> Finding:
-    """Return the finding for a rollback without a target."""
-    known = sorted({f"{entry.stack} {entry.digest} ({entry.environment})" for entry in sets[:-1]})
-    return Finding(
-        code="BU-ENV-162",
-        severity="error",
-        cause=f"there is no cutover {'to ' + to if to else 'before this one'} whose environment is whole and untainted",
-        remedy="apply the stack that you want instead",
-        evidence={"wanted": to, "found": known},
-    )
 
 
 @deploy("Switch")

@@ -167,3 +167,31 @@ def test_a_process_outlives_switch_and_rollback_and_imports_from_its_own_environ
     finally:
         verified.shell(host, "systemctl stop lives")
         must(verified.command("rollback", "--limit", host, "--unpin"))
+
+
+def test_a_host_whose_records_are_lost_is_taken_back_to_an_environment_that_is_there(verified: Rig) -> None:
+    host, serving = "gpu-01", "readlink /opt/bringup/current"
+    sglang, forget = ["--stack", "sglang-0.5.9-cu130"], "rm -r /var/lib/bringup"
+    old = verified.shell(host, serving).strip()
+    try:
+        must(verified.apply(host, *sglang))
+        left = verified.shell(host, serving).strip()
+        verified.shell(host, forget)
+        lost = must(verified.command("rollback", "--limit", host, *sglang), 1)
+        (refusal,) = (found for found in lost.host(host).findings if found.severity == "error")
+        assert (refusal.code, verified.shell(host, serving).strip()) == ("BU-ENV-162", left)
+        digest = old.rsplit("/", 1)[-1].rpartition("-")[0]
+        assert f"bringup rollback INVENTORY --to {digest}" in refusal.remedy
+        back = must(verified.command("rollback", "--limit", host, *sglang, "--to", digest))
+        assert back.codes(host, "warning") == ["BU-ENV-163"]
+        assert verified.shell(host, serving).strip() == old
+        assert must(verified.apply(host, *sglang), 1).codes(host) == ["BU-PRE-015"]
+
+        # The next cutover keeps what it finds serving, so that a rollback after it needs no name.
+        verified.shell(host, forget)
+        must(verified.apply(host, *sglang))
+        must(verified.command("rollback", "--limit", host, *sglang))
+        assert verified.shell(host, serving).strip() == old
+    finally:
+        must(verified.command("rollback", "--limit", host, "--unpin"))
+        must(verified.apply(host))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import hashlib
 import json
@@ -67,11 +68,15 @@ class Channel:
         pass
 
 
+_WRITE = re.compile(r" write (\S+) .*--content-b64 (\S+)")
+
+
 class Rig:
     """One scripted host with its stack and data.
 
     ``answers`` are the probe's, one after the other; ``scripts`` those of (script, first argument); ``files``
-    what can be fetched. Afterwards ``sent`` holds what was pushed, ``findings`` and ``measured`` what was told.
+    what can be fetched. Afterwards ``sent`` holds what was pushed and ``written`` what commands write, ``findings``
+    and ``measured`` what was told and ``said`` the cause and the remedy of each finding.
     """
 
     def __init__(
@@ -86,7 +91,9 @@ class Rig:
     ) -> None:
         self.files = dict(files or {})
         self.sent: dict[str, bytes] = {}
+        self.written: dict[str, str] = {}
         self.findings: list[tuple[str, str]] = []
+        self.said: list[tuple[str, str]] = []
         self.measured: list[Answer] = []
         path = directory / "case.toml"
         path.write_text(tomlkit.dumps(json.loads(json.dumps(stack or host_case.STACK))))
@@ -126,6 +133,7 @@ class Rig:
     def told(self, host: str, kind: str, content: Mapping[str, Any]) -> None:
         if kind == "finding":
             self.findings.append((content["code"], content["severity"]))
+            self.said.append((content["cause"], content["remedy"]))
         if kind == "measurement":
             self.measured.append(dict(content))
 
@@ -144,6 +152,8 @@ class Rig:
                         commands.append(command.function.__name__)
                     else:
                         commands.append(shown(str(command)))
+                        if found := _WRITE.search(str(command)):
+                            self.written[found[1]] = base64.b64decode(found[2]).decode()
                     if commands[-1].startswith("refuse"):
                         break
                     if not is_executing:

@@ -13,7 +13,7 @@ from scripted import Answer, Replies, Rig, answer, changed
 
 from bringup import wanted
 from tasks import switch
-from tasks.switch import CutoverSet
+from tasks.cutovers import CUTOVERS, CutoverSet, destination
 
 STACK = host_case.stack()
 DIGEST = STACK.env_digest("cp311-x86_64")
@@ -46,7 +46,7 @@ def kept(**more: object) -> Answer:
 
 
 def history(*sets: Answer) -> dict[str, str]:
-    return {switch.CUTOVERS: json.dumps(list(sets))}
+    return {CUTOVERS: json.dumps(list(sets))}
 
 
 def test_in_sync_yields_nothing(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_current_moves_last_then_the_set_is_kept(tmp_path: Path) -> None:
         "cutover",
         f"write {wanted.SERVICE_FILE} --mode 0644 --undo ...",
         f"link /opt/bringup/current {NEW} --undo",
-        f"write {switch.CUTOVERS} --mode 0600 --undo ...",
+        f"write {CUTOVERS} --mode 0600 --undo ...",
         f"write {switch.ASSIGNED} --mode 0644 ...",
         "commit",
         f"{COLLECT} 1 --protect {DIGEST}-1",
@@ -72,7 +72,32 @@ def test_current_moves_last_then_the_set_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_first_cutover_keeps_two_old_environments(tmp_path: Path) -> None:
-    assert Rig(tmp_path, answer(finished)).run(switch.cutover)[-1] == f"{COLLECT} 2"
+    rig = Rig(tmp_path, answer(finished, put("environment current", None)))
+    assert rig.run(switch.cutover)[-1] == f"{COLLECT} 2"
+
+
+def test_a_cutover_on_a_host_whose_list_is_gone_keeps_what_served_before(tmp_path: Path) -> None:
+    found = {wanted.SERVICE_FILE: "A=1\n", wanted.LINKER_FILE: "# ours\n"}
+    rig = Rig(tmp_path, answer(finished), files=found)
+    assert rig.run(switch.cutover)[-1] == f"{COLLECT} 1 --protect {DIGEST}-1"
+    before, new = json.loads(rig.written[CUTOVERS])
+    assert {key: before[key] for key in ("stack", "digest", "environment", "cuda", "service", "linker")} == {
+        "stack": None,
+        "digest": None,
+        "environment": OLD,
+        "cuda": "/usr/local/cuda-13.0",
+        "service": "A=1\n",
+        "linker": "# ours\n",
+    }
+    assert (new["stack"], new["environment"]) == ("case", NEW)
+    # So the very next rollback has somewhere to go, and pins what it leaves.
+    again = Rig(
+        tmp_path,
+        answer(finished, put("environment current", NEW)),
+        files={CUTOVERS: json.dumps([before, new])},
+    )
+    assert f"link /opt/bringup/current {OLD} --undo" in again.run(switch.rollback)
+    assert json.loads(again.written[switch.PIN])["digest"] == new["digest"]
 
 
 @pytest.mark.parametrize(
@@ -201,48 +226,154 @@ def test_rollback_restores_the_set_before_and_pins_what_is_left(tmp_path: Path) 
     assert rig.run(switch.rollback) == [
         "settle",
         f"write {switch.PIN} --mode 0644 --undo ...",
+        f"remove {switch.RECORD} --undo",
         f"remove {wanted.LINKER_FILE} --undo",
         "do ldconfig -- ldconfig",
         "cutover",
         f"write {wanted.SERVICE_FILE} --mode 0644 --undo ...",
         "link /opt/bringup/current /opt/bringup/envs/cccccccccccc-1 --undo",
-        f"write {switch.CUTOVERS} --mode 0600 --undo ...",
+        f"write {CUTOVERS} --mode 0600 --undo ...",
         "commit",
     ]
 
 
+GONE = "cccccccccccc-1 is gone"
+NO_LIST = f"this host keeps no list of its cutovers ({CUTOVERS})"
+APPLY = "apply the stack that you want instead: no other whole and untainted environment is here"
+NAME = "name an environment that is here: bringup rollback INVENTORY --to cccccccccccc"
+
+
 @pytest.mark.parametrize(
-    ("sets", "change", "to"),
+    ("sets", "change", "to", "why", "remedy"),
     [
-        pytest.param([], two, None, id="nothing was ever switched"),
-        pytest.param([kept()], two, None, id="there is only this one"),
-        pytest.param([kept(), kept(at="later")], two, None, id="the one before is the same"),
-        pytest.param([OTHER, kept()], lambda _: None, None, id="its environment is gone"),
+        pytest.param([], two, None, NO_LIST, NAME, id="no list"),
+        pytest.param(
+            [],
+            lambda _: None,
+            None,
+            NO_LIST,
+            APPLY,
+            id="nothing at all",
+        ),
+        pytest.param(
+            [kept()], two, None, "no cutover on this host left anything else than what serves", NAME, id="only this one"
+        ),
+        pytest.param(
+            [kept(), kept(at="later")],
+            two,
+            None,
+            "no cutover on this host left anything else than what serves",
+            NAME,
+            id="the one before is the same",
+        ),
+        pytest.param([OTHER, kept()], lambda _: None, None, GONE, APPLY, id="its environment is gone"),
         pytest.param(
             [OTHER, kept()],
             both(two, put("environment environments 1 is_tainted", True)),
             None,
+            "cccccccccccc-1 is tainted",
+            APPLY,
             id="its environment is tainted",
         ),
         pytest.param(
             [OTHER, kept()],
             both(two, put("pin", {"digest": "ba9876543210", "reason": "r", "since": "s"})),
             None,
+            "cccccccccccc-1 is of the stack that is pinned",
+            NAME,
             id="its stack is pinned",
         ),
-        pytest.param([OTHER, kept()], two, "dddddddddddd", id="no such digest"),
+        pytest.param(
+            [kept(environment="/opt/bringup/envs/eeeeeeeeeeee-1"), OTHER, kept()],
+            lambda _: None,
+            None,
+            f"{GONE}; eeeeeeeeeeee-1 is gone",
+            APPLY,
+            id="two are gone, the latest first",
+        ),
+        pytest.param(
+            [OTHER, kept()],
+            two,
+            "dddddddddddd",
+            "dddddddddddd names no cutover and no environment of this host",
+            NAME,
+            id="no such digest",
+        ),
+        pytest.param([OTHER, kept()], lambda _: 0, "ba9876543210", GONE, APPLY, id="its stack, gone"),
+        pytest.param([], two, DIGEST, f"{DIGEST} is what serves", NAME, id="what serves, by environment"),
+        pytest.param(
+            [OTHER, kept()], two, "0123456789ab", "0123456789ab is what serves", NAME, id="it serves, by stack"
+        ),
+        pytest.param(
+            [],
+            both(two, put("environment environments 1 is_complete", False)),
+            "cccccccccccc",
+            "cccccccccccc-1 is unfinished",
+            APPLY,
+            id="an unfinished environment",
+        ),
+        pytest.param(
+            [],
+            finished,
+            None,
+            NO_LIST,
+            f"name an environment that is here: bringup rollback INVENTORY --to {DIGEST}-2",
+            id="another generation of what serves is named in full",
+        ),
     ],
 )
-def test_rollback_without_a_target_is_refused(tmp_path: Path, sets: list[Answer], change: Any, to: str | None) -> None:
-    rig = Rig(tmp_path, answer(change), files=history(*sets), rollback_to=to)
+def test_rollback_without_a_target_says_why_and_what_could_be_named(
+    tmp_path: Path, sets: list[Answer], change: Any, to: str | None, why: str, remedy: str
+) -> None:
+    rig = Rig(tmp_path, answer(change), files=history(*sets) if sets else {}, rollback_to=to)
     assert rig.run(switch.rollback) == ["settle", "refuse BU-ENV-162"]
+    assert rig.said == [(f"there is nothing to return to: {why}", remedy)]
+
+
+@pytest.mark.parametrize("to", ["cccccccccccc", "cccccccccccc-1"], ids=["digest", "name"])
+@pytest.mark.parametrize("sets", [[], [kept()]], ids=["the list is gone", "one cutover since it was gone"])
+def test_rollback_to_an_environment_that_no_list_names(tmp_path: Path, sets: list[Answer], to: str) -> None:
+    files = {wanted.SERVICE_FILE: "A=1\n", wanted.LINKER_FILE: "# ours\n", **(history(*sets) if sets else {})}
+    rig = Rig(tmp_path, answer(two), files=files, rollback_to=to)
+    assert rig.run(switch.rollback) == [
+        "settle",
+        f"write {switch.PIN} --mode 0644 --undo ...",
+        f"remove {switch.RECORD} --undo",
+        f"write {wanted.LINKER_FILE} --mode 0644 --undo ...",
+        "do ldconfig -- ldconfig",
+        "cutover",
+        f"write {wanted.SERVICE_FILE} --mode 0644 --undo ...",
+        "link /opt/bringup/current /opt/bringup/envs/cccccccccccc-1 --undo",
+        f"write {CUTOVERS} --mode 0600 --undo ...",
+        "commit",
+    ]
+    assert rig.findings == [("BU-ENV-163", "warning")]
+    assert rig.written[wanted.SERVICE_FILE] == "A=1\n"
+    assert rig.written[wanted.LINKER_FILE] == "# ours\n"
+    # What serves is of the inventory's stack, or the list says of which.
+    assert json.loads(rig.written[switch.PIN])["digest"] == (sets[-1]["digest"] if sets else STACK.digest)
+    left, now = json.loads(rig.written[CUTOVERS])
+    assert (left["environment"], now["environment"]) == (OLD, "/opt/bringup/envs/cccccccccccc-1")
+    # Or a second rollback would go straight back to what is pinned.
+    assert left["digest"] == json.loads(rig.written[switch.PIN])["digest"]
+
+
+def test_rollback_to_the_inventorys_own_stack_takes_what_it_asks_for(tmp_path: Path) -> None:
+    serving = both(two, put("environment current", "/opt/bringup/envs/cccccccccccc-1"))
+    rig = Rig(tmp_path, answer(serving), files={wanted.SERVICE_FILE: "A=1\n"}, rollback_to=STACK.digest)
+    commands = rig.run(switch.rollback)
+    assert f"link /opt/bringup/current {OLD} --undo" in commands
+    assert rig.written[wanted.SERVICE_FILE] == wanted.service_text(STACK)
+    # Nobody knows which stack the other environment is of.
+    assert rig.findings == [("BU-ENV-163", "warning"), ("BU-ENV-164", "warning")]
+    assert switch.PIN not in rig.written
 
 
 @pytest.mark.parametrize("to", ["ba9876543210", "cccccccccccc"], ids=["stack digest", "environment digest"])
 def test_rollback_to_a_digest(to: str) -> None:
     third = kept(environment="/opt/bringup/envs/eeeeeeeeeeee-1", digest="eeeeeeeeeeee")
     sets = [CutoverSet.model_validate(one) for one in (OTHER, third, kept())]
-    _, goal = switch.destination(sets, host_case.observed(two), to)
+    goal = destination(sets, host_case.observed(two), to)
     assert goal is not None
     assert goal.digest == "ba9876543210"
 
@@ -263,7 +394,7 @@ def test_unpin_without_a_pin_yields_nothing(tmp_path: Path) -> None:
 
 
 def test_a_spoiled_list_of_cutovers_fails_the_host(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, answer(two), files={switch.CUTOVERS: "[{]"})
+    rig = Rig(tmp_path, answer(two), files={CUTOVERS: "[{]"})
     assert [command.split()[0] for command in rig.run(switch.rollback)] == ["settle", "refuse"]
 
 
