@@ -7,8 +7,7 @@ class of its own in its place. What is named here is loaded at its first use, sh
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from importlib.abc import MetaPathFinder
@@ -19,30 +18,26 @@ from typing import Any
 
 from gevent import monkey
 
+_read = metadata.entry_points
 
-@contextmanager
-def _packages_read_once() -> Iterator[None]:
-    """Answer every question about entry points from one reading of the installed packages."""
-    read = metadata.entry_points
 
-    @cache
-    def every() -> Any:
-        return read()
+@cache
+def _all_entry_points() -> Any:
+    return _read()
 
-    def entry_points(**wanted: Any) -> Any:
-        return every().select(**wanted)
 
-    metadata.entry_points = entry_points
-    try:
-        yield
-    finally:
-        metadata.entry_points = read
+def _entry_points(**wanted: Any) -> Any:
+    """Answer as ``importlib.metadata.entry_points`` does, from one reading of the installed packages."""
+    return _all_entry_points().select(**wanted)
 
 
 # pyinfra_cli does the same, and would then look at every object, which is a use of what must wait. Gevent asks for
 # entry points 25 times meanwhile, and the files of every package would be read 25 times.
-with _packages_read_once():
+metadata.entry_points = _entry_points
+try:
     monkey.patch_all()
+finally:
+    metadata.entry_points = _read
 
 LATER = frozenset({"invoke"})
 
@@ -62,9 +57,12 @@ class _Later(MetaPathFinder):
 _finder = _Later()
 sys.meta_path.insert(0, _finder)
 try:
-    from pyinfra.api import arguments
+    from pyinfra.api import arguments, connectors
 finally:
     sys.meta_path.remove(_finder)
 
 # For every fact of every host pyinfra reads the same type hints anew, which is as much as opening its connection.
 arguments.all_global_arguments = cache(arguments.all_global_arguments)
+
+# The packages are still the same ones, and their files need not be read once more.
+connectors.entry_points = _entry_points
