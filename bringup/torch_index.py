@@ -85,7 +85,9 @@ def _added_directory() -> Path:
 def add(build: IndexedTorch) -> Path:
     """Keep a build in the state directory and return its file; a build of the same version is replaced."""
     directory = _added_directory()
-    directory.mkdir(parents=True, exist_ok=True)
+    # Nobody else is to look into the state directory, whoever of us makes it.
+    paths.state_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(exist_ok=True)
     target = directory / f"torch-{build.version}-{build.machine}.json.xz"
     write_index(target, [build])
     return target

@@ -296,6 +296,7 @@ def test_index_takes_a_file(here, nightly):
     (path,) = (here / "simple" / "torch").glob("*.whl")
     assert run("index", str(path))[0] == 0
     assert TorchIndex(torch_index.known_builds()).find("2.99.0.dev1").cuda == "13.0"
+    assert paths.state_dir().stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(
