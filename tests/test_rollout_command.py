@@ -10,12 +10,22 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bringup.commands.rollout import _nothing_to_do, _planned, _show_plan, resume_command, rollout
+from bringup.commands.rollout import _nothing_to_do, _planned, _said, _show_plan, resume_command, rollout
 from bringup.errors import BringupError, InputError
-from bringup.history import History, list_rollouts, open_rollout, rollout_subject, take_lease
+from bringup.history import History, list_rollouts, open_rollout, rollout_subject, start_rollout, take_lease
 from bringup.report.records import RolloutResults
 from bringup.report.results import FindingResult, HostResult, Results, VerificationResult
-from bringup.rollout import Limit, Limits
+from bringup.rollout import (
+    Limit,
+    Limits,
+    Observed,
+    RolloutHost,
+    Started,
+    StepBegun,
+    StepEnded,
+    WaveOpened,
+    replay,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     # The engine leaves the pipes of a worker that has ended to the garbage collector.
@@ -218,6 +228,42 @@ def halted(inventory: str, *words: str) -> str:
     (listed,) = list_rollouts(history)
     history.close()
     return listed.id
+
+
+def test_who_asks_for_a_pause_is_told_who_has_yet_to_act_on_it(inventory: str) -> None:
+    history = History.open()
+    hosts = (RolloutHost("gpu-1"), RolloutHost("gpu-2"))
+    log = start_rollout(
+        history, Started(0.0, "ro1", "lab", "d1", hosts, (("gpu-1",), ("gpu-2",)), Limits(Limit(1))), inventory
+    )
+    log.record(StepBegun(1.0, "gpu-1", "prepare"), StepEnded(2.0, "gpu-1", "prepare", True))
+    log.record(StepBegun(1.0, "gpu-2", "prepare"), StepEnded(2.0, "gpu-2", "prepare", True))
+    log.record(Observed(3.0), WaveOpened(4.0, ("gpu-1",)), StepBegun(5.0, "gpu-1", "drain"))
+    lease = take_lease(history, rollout_subject("ro1"), "alice@ctl-1")
+    code, out, err = run(inventory, "--pause", "--json")
+    assert (code, json.loads(out)["status"]) == (0, "pausing")
+    assert "once alice@ctl-1 has finished the open wave" in err
+    lease.release()
+    assert "no controller drives it: --resume finishes the open wave" in run(inventory, "--abort")[2]
+    history.close()
+
+
+@pytest.mark.parametrize(
+    ("transition", "line"),
+    [
+        (StepEnded(1.0, "gpu-1", "inspect", False), "it was not cut over yet"),
+        (StepEnded(1.0, "gpu-1", "inspect", True), "it was cut over"),
+        (StepEnded(1.0, "gpu-1", "inspect", False, "ssh: timed out", True), "failed: ssh: timed out"),
+        (StepEnded(1.0, "gpu-1", "prepare", True, is_as_wanted=True), "as wanted already"),
+        (StepEnded(1.0, "gpu-1", "prepare", True), "done"),
+        (StepEnded(1.0, "gpu-1", "drain", False), "failed: no reason given"),
+    ],
+    ids=["not-cut-over", "cut-over", "silent", "as-wanted", "prepared", "no-reason"],
+)
+def test_the_end_of_a_step_is_told_in_words(transition: StepEnded, line: str) -> None:
+    hosts = (RolloutHost("gpu-1"),)
+    state = replay([Started(0.0, "ro1", "lab", "d1", hosts, (("gpu-1",),), Limits(Limit(1)))])
+    assert _said(transition, state) == f"gpu-1        {transition.step:<9} {line}"
 
 
 def test_a_stream_of_events_holds_nothing_else(inventory: str) -> None:

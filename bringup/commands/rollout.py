@@ -262,14 +262,21 @@ def _said(transition: Transition, state: Rollout) -> str | None:
             of = f" of the {state.current_pass}" if len(state.passes) > 1 else ""
             return f"wave {state.wave_number}{of}: {', '.join(transition.hosts)}"
         case StepEnded():
-            outcome = "done" if transition.is_ok else f"failed: {transition.why or 'no reason given'}"
-            return f"{transition.host:<12} {transition.step:<9} {outcome}"
+            return f"{transition.host:<12} {transition.step:<9} {_outcome(transition)}"
         case StepBegun(step="cutover" | "rollback"):
             return f"{transition.host:<12} {transition.step:<9} …"
         case Resumed():
             return f"resumed by {transition.who}"
         case _:
             return None
+
+
+def _outcome(ended: StepEnded) -> str:
+    if ended.step == "inspect" and not ended.is_unreachable:
+        return "it was cut over" if ended.is_ok else "it was not cut over yet"
+    if not ended.is_ok:
+        return f"failed: {ended.why or 'no reason given'}"
+    return "as wanted already" if ended.is_as_wanted else "done"
 
 
 def resume_command(
@@ -533,9 +540,19 @@ def _ask(history: History, inventory: str, *, pause: bool, json: bool) -> None:
         raise InputError(str(error)) from None
     if json:
         typer.echo(RolloutResults.of(log.rollout).as_json())
-    else:
-        typer.echo(f"rollout {log.id} is {log.rollout.status}", err=True)
+    typer.echo(f"rollout {log.id} is {log.rollout.status}", err=True)
+    if not log.rollout.is_over:
+        _tell_driver(history, log)
     raise typer.Exit(0)
+
+
+def _tell_driver(history: History, log: RolloutLog) -> None:
+    """Say who does what was asked for: a wave is open, and only a controller can close it."""
+    driven = {record.id: record.driven_by for record in list_rollouts(history, only_unfinished=True, limit=1000)}
+    if (who := driven.get(log.id)) is not None:
+        typer.echo(f"  once {who} has finished the open wave; if that controller is dead, --resume does", err=True)
+    else:
+        typer.echo("  and no controller drives it: --resume finishes the open wave", err=True)
 
 
 def _resumed(

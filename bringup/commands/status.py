@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from bringup.commands import options
 from bringup.commands.history import Html, Junit, Prometheus
+from bringup.errors import InputError
 from bringup.history import History, list_rollouts, open_rollout
 from bringup.report import file, html, junit, prometheus, tables
 from bringup.report.records import HostRecord, RolloutResults, StatusDocument
@@ -18,7 +20,10 @@ from bringup.report.results import Results
 
 
 def status(
-    limit: options.Limit = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option("--limit", "-l", help="Only these hosts: names or glob patterns. May be repeated."),
+    ] = None,
     since_days: Annotated[
         float | None,
         typer.Option("--since", metavar="DAYS", min=0, help="Leave out hosts that were last seen earlier."),
@@ -35,7 +40,9 @@ def status(
     now_s = time.time()
     kept = History.open()
     try:
-        hosts = tuple(host for host in kept.hosts() if _is_meant(host, limit, since_days, now_s))
+        known = kept.hosts()
+        _refuse_unknown(limit or (), [host.host for host in known])
+        hosts = tuple(host for host in known if _is_meant(host, limit, since_days, now_s))
         unfinished = list_rollouts(kept, only_unfinished=True)
         rollouts = [RolloutResults.of(open_rollout(kept, one.id).rollout) for one in unfinished if to_html]
     finally:
@@ -54,6 +61,16 @@ def status(
     else:
         _print(document)
     raise typer.Exit(document.exit_code)
+
+
+def _refuse_unknown(patterns: Sequence[str], names: Sequence[str]) -> None:
+    # Nothing that is wrong is ever found of a host whose name is spelled wrong.
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InputError(
+                f"{pattern!r} matches no host in the history",
+                hint=f"its hosts are {', '.join(names[:20])}" if names else "no run has looked at any host yet",
+            )
 
 
 def _is_meant(host: HostRecord, names: list[str] | None, since_days: float | None, now_s: float) -> bool:

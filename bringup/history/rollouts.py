@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from bringup.errors import BringupError, InputError
 from bringup.history.store import History
-from bringup.history.tables import OwnerRow, RolloutRow, TransitionRow, WaveRow
+from bringup.history.tables import OwnerRow, RolloutRow, Run, TransitionRow, WaveRow
 from bringup.report.records import RolloutRecord, WaveRecord
 from bringup.rollout import Rollout, Started, Transition, WaveOpened, advance, from_json, replay, to_json
 
@@ -220,6 +220,18 @@ def open_rollout(history: History, rollout_id: str) -> RolloutLog:
     if not told:
         raise InputError(f"no rollout {rollout_id} in the history")
     return RolloutLog(history, rollout_id, replay(told), len(told))
+
+
+def find_rollout(history: History, beginning: str) -> str | None:
+    """Return the id of the one rollout whose id is, or begins with, a text.
+
+    None where none or several are, or where the beginning is that of a run as well.
+    """
+    with history.database.reading() as session:
+        chosen = select(RolloutRow.id).where(RolloutRow.id.startswith(beginning, autoescape=True))
+        found = session.scalars(chosen.order_by(RolloutRow.id).limit(2)).all()
+        is_a_run = session.scalar(select(Run.id).where(Run.id.startswith(beginning, autoescape=True)).limit(1))
+    return found[0] if beginning in found or (len(found) == 1 and is_a_run is None) else None
 
 
 def list_rollouts(

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from bringup.commands.history import history
 from bringup.commands.status import status
 from bringup.errors import BringupError, InputError
-from bringup.history import History, start_rollout
+from bringup.history import History, open_rollout, start_rollout
 from bringup.report import events
-from bringup.rollout import Limit, Limits, RolloutHost, Started
+from bringup.rollout import Limit, Limits, Observed, RolloutHost, Started, StepBegun, StepEnded, WaveOpened
 
 
 @pytest.fixture
@@ -97,13 +97,51 @@ def test_history_by_host_and_pruned(kept: None) -> None:
         (["zzz"], "no run in the history"),
         (["--html", "x.html"], "a report is written of one run"),
         (["aaa", "--host", "gpu-01"], "--host and --prune are for the list"),
+        (["--rollouts", "--prune", "1"], "--host and --prune are for the list"),
+        (["--rollouts", "ro1"], "only one can be meant"),
+        (["ro1", "--html", "x.html"], "no run in the history"),
+        (["bbb2x"], "no run in the history"),
         (["aaa", "--html", "/proc/nothing/x.html"], "cannot write /proc/nothing/x.html"),
     ],
-    ids=["no-such-run", "report-of-a-list", "host-of-a-run", "unwritable"],
+    ids=[
+        "no-such-run",
+        "report-of-a-list",
+        "host-of-a-run",
+        "rollouts-pruned",
+        "list-of-one",
+        "report-of-a-rollout",
+        "too-long",
+        "unwritable",
+    ],
 )
 def test_history_refuses(kept: None, given: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         run(history, *given)
+
+
+def test_rollouts_that_ended_are_listed_and_shown_with_their_waves(kept: None) -> None:
+    log = History.open()
+    opened = open_rollout(log, "ro1")
+    opened.record(*(StepBegun(1.0, "gpu-01", "prepare"), StepEnded(1.0, "gpu-01", "prepare", True)))
+    opened.record(Observed(2.0), WaveOpened(60.0, ("gpu-01",)))
+    for step in ("drain", "cutover", "gate", "undrain"):
+        opened.record(StepBegun(100.0, "gpu-01", step), StepEnded(120.0, "gpu-01", step, True))
+    log.close()
+    assert words(run(history, "--rollouts")[1].splitlines()[1])[:2] == ["ro1", "done"]
+    (listed,) = json.loads(run(history, "--rollouts", "--json")[1])["rollouts"]
+    assert (listed["id"], listed["done"]) == ("ro1", 1)
+    assert run(history, "ro")[1].splitlines()[-2:] == [
+        "wave 1 of the environment, to d1: gpu-01: 1970-01-01 00:01:00 UTC to 1970-01-01 00:02:00 UTC done",
+        "rollout ro1 done",
+    ]
+    document = json.loads(run(history, "ro1", "--json")[1])
+    assert (document["status"], document["waves_opened"][0]["outcome"]) == ("done", "done")
+    assert json.loads(run(status, "--json")[1])["rollouts"] == []
+
+
+def test_status_of_a_host_that_nobody_knows_is_refused(kept: None) -> None:
+    with pytest.raises(InputError, match="'gpu-1' matches no host in the history"):
+        run(status, "--limit", "gpu-01", "--limit", "gpu-1")
 
 
 def test_status_shows_hosts_as_last_seen_and_unfinished_rollouts(kept: None) -> None:
