@@ -1,9 +1,10 @@
 """Measure what a run costs that finds nothing to do: bringup beside plain pyinfra and Ansible, in one run.
 
-Every lab host that is up must be as wanted (`make up`). More hosts than the lab has are further addresses of the
-same ones, each reached over an ssh connection of its own: looking changes nothing, so a host can be looked at under
-many names. What the looking costs *there* is the same machine's processor time as the controller's, so wall times
-rise with it for everybody; processor time counts the controller's processes only.
+Every lab host that is up must be as wanted (`make up`). More hosts than the lab has are sshds of their own beside them
+(sshd_namespaces.py): each has a network namespace, an address and a host key, which is checked; behind it are the files
+and processes of a lab host, and as looking changes nothing, all are found as wanted. What the looking costs *there* is
+the same machine's processor time as the controller's, so wall times rise with it for everybody; processor time counts
+the controller's processes only. Commands are counted in the journals of the lab hosts, where all sshds log.
 
     python benchmarks/nothing_to_do.py --hosts 1 10 50 200 --runs 5 5 1 --ansible-playbook ansible/bin/ansible-playbook
 
@@ -29,10 +30,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from ipaddress import IPv4Address
 from pathlib import Path
 
 import psutil
+import sshd_namespaces
+from sshd_namespaces import Sshds
 
 from bringup import paths
 from bringup.engine import HOSTS_PER_WORKER
@@ -130,17 +132,15 @@ def measured(peer: Peer, hosts: int, work: Path, sessions: Callable[[], int], li
 # ---------------------------------------------------------------- hosts
 
 
-def addresses(lab: Lab, count: int) -> list[tuple[str, str]]:
-    """Give the lab's hosts further addresses until there are ``count``; return (lab host, address) for each."""
+def reached(lab: Lab, sshds: Sshds, count: int) -> dict[str, str]:
+    """Return ``count`` addresses with the host key that each must show: of the lab's hosts, then of sshds beside."""
     record = lab.record()
-    names = sorted(record.hosts)
-    found = [(name, record.hosts[name].address) for name in names[:count]]
-    first = IPv4Address(record.hosts[names[0]].address) + 40
-    for at in range(count - len(found)):
-        name, address = names[at % len(names)], str(first + at)
-        inside(lab, name, f"ip -o address show to {address} | grep -q . || ip address add {address}/32 dev eth0")
-        found.append((name, address))
-    return found
+    keys = {
+        line.split()[0].split(",")[0]: line.split(maxsplit=1)[1]
+        for line in Path(record.ssh.known_hosts).read_text().splitlines()
+    }
+    hosts = {record.hosts[name].address: keys[name] for name in sorted(record.hosts)[:count]}
+    return hosts | {sshd.address: sshd.host_key for sshd in sshds.first(count - len(hosts))}
 
 
 def inside(lab: Lab, host: str, script: str) -> str:
@@ -152,7 +152,9 @@ def inside(lab: Lab, host: str, script: str) -> str:
 
 def sessions_of(lab: Lab) -> Callable[[], int]:
     """Return a function that counts the commands that all sshds have started."""
-    journal = "journalctl --boot --unit=ssh --output=cat --no-pager | grep -c 'Starting session' || true"
+    # By the name they log under, for those in namespaces belong to no unit; what still waits is written first.
+    journal = "journalctl --boot --identifier=sshd --output=cat --no-pager | grep -c 'Starting session' || true"
+    journal = f"journalctl --sync && {{ {journal}; }}"
 
     def count() -> int:
         return sum(int(inside(lab, name, journal)) for name in lab.record().hosts)
@@ -160,27 +162,22 @@ def sessions_of(lab: Lab) -> Callable[[], int]:
     return count
 
 
-def write_inventories(lab: Lab, hosts: Sequence[tuple[str, str]], work: Path) -> None:
+def write_inventories(lab: Lab, hosts: Mapping[str, str], work: Path) -> None:
     """Write the same hosts for pyinfra and for Ansible, with the keys that each address must show."""
-    record = lab.record()
-    keys = {
-        line.split()[0].split(",")[0]: line.split(maxsplit=1)[1]
-        for line in Path(record.ssh.known_hosts).read_text().splitlines()
-    }
     known = work / "known_hosts"
-    known.write_text("".join(f"{address} {keys[name]}\n" for name, address in hosts))
+    known.write_text("".join(f"{address} {key}\n" for address, key in hosts.items()))
     count = len(hosts)
     (work / f"bringup-{count}.py").write_text(
         "from pathlib import Path\n"
         "from bringup.lab.record import inventory\n"
         f"_, data = inventory(Path({str(lab.layout.state_dir)!r}))\n"
         f"data = {{**data, 'ssh_known_hosts_file': {str(known)!r}, 'bringup_stack': 'lab'}}\n"
-        f"hosts = ([(f'h{{at:03d}}', {{'ssh_hostname': a}}) for at, a in enumerate({[a for _, a in hosts]!r})], data)\n"
+        f"hosts = ([(f'h{{at:03d}}', {{'ssh_hostname': a}}) for at, a in enumerate({list(hosts)!r})], data)\n"
     )
-    lines = [f"h{at:03d} ansible_host={address}" for at, (_, address) in enumerate(hosts)]
+    lines = [f"h{at:03d} ansible_host={address}" for at, address in enumerate(hosts)]
     (work / f"ansible-{count}.ini").write_text(
         "[all]\n" + "\n".join(lines) + "\n[all:vars]\nansible_user=root\n"
-        f"ansible_ssh_private_key_file={record.ssh.key}\nansible_python_interpreter=/usr/bin/python3\n"
+        f"ansible_ssh_private_key_file={lab.record().ssh.key}\nansible_python_interpreter=/usr/bin/python3\n"
     )
 
 
@@ -316,13 +313,13 @@ def main() -> int:
     found: dict[tuple[str, int], list[Cost]] = {}
     missed: list[str] = []
     print("Looked at once for each host, by section of the probe: " + ", ".join(name for name, _, _ in checks()))
-    with tempfile.TemporaryDirectory(prefix="nothing-to-do-") as directory:
+    with sshd_namespaces.beside(lab) as sshds, tempfile.TemporaryDirectory(prefix="nothing-to-do-") as directory:
         work = Path(directory)
         all_peers = peers(lab, stack, chosen.ansible_playbook, work)
         given_up: set[str] = set()
         try:
             for count in counts:
-                write_inventories(lab, addresses(lab, count), work)
+                write_inventories(lab, reached(lab, sshds, count), work)
                 for _ in range((chosen.runs + chosen.runs[-1:] * len(counts))[counts.index(count)]):
                     for peer in all_peers:
                         if peer.name in given_up:
