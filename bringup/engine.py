@@ -1,12 +1,11 @@
 """Run worker processes over the hosts of an inventory and gather what they tell.
 
-A worker is ``python -m bringup.worker`` with a Shard on stdin and events on stdout, or a fork of this process that
-does the same. pyinfra allows one run per process, so shards are processes; this module imports pyinfra only there.
+A worker is ``python -m bringup.worker`` with a Shard on stdin and events on stdout, or a fork that does the same.
+pyinfra allows one run per process, so shards are processes; this module imports pyinfra only there.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import queue
@@ -16,18 +15,18 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from getpass import getuser
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, Any, Protocol
 
 from pydantic import ValidationError
 
 from bringup import __version__
 from bringup.errors import BringupError, InputError
+from bringup.fork_server import ForkServer
 from bringup.report import events
 from bringup.report.results import Results, StackRef
 
@@ -109,59 +108,36 @@ class _Process(Protocol):
         """Return the status once it has ended; negative for a signal."""
 
 
-@dataclass
-class _Fork:
-    """A worker that is a fork of this process."""
-
-    pid: int
-    stdout: IO[str] | None
-    stderr: IO[str] | None
-
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-_UNFORKABLE = frozenset({"gevent", "pyinfra", "ssl"})
-"""Modules after whose import a fork cannot become a worker: gevent must patch the standard library before them."""
-
-
-def may_fork() -> bool:
-    """Return whether a fork of this process can become a worker: it has one thread, and gevent can still patch it."""
-    return threading.active_count() == 1 and not _UNFORKABLE & sys.modules.keys()
-
-
 class LocalExecutor:
     """Run each shard in a child process of this machine.
 
-    With ``stand_by``, the first of them is a fork of this process: what both need is imported once.
+    With ``server`` they are forks of it as long as it lives, otherwise programs of their own.
     """
 
-    def __init__(self, *, show_worker_log: bool = False) -> None:
+    def __init__(self, *, show_worker_log: bool = False, server: ForkServer | None = None) -> None:
         self._queue: queue.Queue[Line] = queue.Queue()
         self._running: dict[int, _Process] = {}
         self._show = show_worker_log
-        self._standing_by: tuple[_Process, IO[str], Mapping[str, str]] | None = None
-
-    def stand_by(self, environment: Mapping[str, str]) -> None:
-        """Fork a worker that waits for the first shard, where that is safe; otherwise nothing happens.
-
-        To be called early: later this process has threads and connections. ``environment`` is what ``start`` will get.
-        """
-        if self._standing_by is None and may_fork():
-            self._standing_by = (*_forked(environment), environment)
+        self._server = server
 
     def start(self, part: int, shard: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         """Start one shard in a process group of its own, so that it can be ended as a whole."""
-        if self._standing_by is not None and self._standing_by[2] == environment:
-            process, stdin, _ = self._standing_by
-            self._standing_by = None
-        else:
-            process, stdin = _executed(environment)
+        process, stdin = self._worker(environment)
         self._running[part] = process
         with suppress(BrokenPipeError):  # it has ended, and its status is told like any other's
             stdin.write(json.dumps(shard))
             stdin.close()
         threading.Thread(target=self._read, args=(part, process), daemon=True).start()
+
+    def _worker(self, environment: Mapping[str, str]) -> tuple[_Process, IO[str]]:
+        if self._server is not None:
+            try:
+                forked = self._server.fork(environment)
+            except OSError:
+                self._server = None
+            else:
+                return forked, forked.stdin
+        return _executed(environment)
 
     def _read(self, part: int, process: _Process) -> None:
         assert process.stdout is not None
@@ -193,11 +169,6 @@ class LocalExecutor:
 
     def stop(self) -> None:
         """End every worker with its children; hosts see their connections close and let the run go."""
-        if self._standing_by is not None:
-            process, stdin, _ = self._standing_by
-            self._standing_by = None
-            stdin.close()  # it ends when there is nothing to read
-            process.wait()
         for process in self._running.values():
             try:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -217,50 +188,6 @@ def _executed(environment: Mapping[str, str]) -> tuple[_Process, IO[str]]:
     )
     assert process.stdin is not None
     return process, process.stdin
-
-
-def _forked(environment: Mapping[str, str]) -> tuple[_Process, IO[str]]:
-    ask, asked = os.pipe()
-    out, told = os.pipe()
-    err, said = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if (pid := os.fork()) == 0:
-        _become_worker(environment, ask, told, said)
-    for number in (ask, told, said):
-        os.close(number)
-    streams = os.fdopen(out, encoding="utf-8"), os.fdopen(err, encoding="utf-8", errors="backslashreplace")
-    return _Fork(pid, *streams), os.fdopen(asked, "w", encoding="utf-8")
-
-
-def _become_worker(environment: Mapping[str, str], ask: int, told: int, said: int) -> NoReturn:
-    """Go on as what ``python -m bringup.worker`` would be; nothing of the parent's ever runs again in here."""
-    status = 70
-    try:
-        os.setsid()
-        for handled in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(handled, signal.SIG_DFL)
-        for number, stream in enumerate((ask, told, said)):
-            os.dup2(stream, number)
-        # Files and connections of the parent, such as its history's, must not outlive it because of us.
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        # ``sys.__stdout__`` and its like keep the parent's buffers, so that they are not written a second time.
-        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
-        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-        os.environ.update(environment)
-        from bringup import lean, worker  # noqa: F401 (lean must come first)
-
-        text = sys.stdin.read()
-        # Nothing to read: the parent has given up before it began, or has been killed.
-        status = worker.main(io.StringIO(text), sys.stdout) if text else 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
 
 
 def who() -> str:
@@ -335,14 +262,19 @@ def run(
 
 
 def describe(
-    inventory: str, *, limit: tuple[str, ...] = (), exclude: tuple[str, ...] = (), overrides: Mapping[str, Any]
+    inventory: str,
+    *,
+    limit: tuple[str, ...] = (),
+    exclude: tuple[str, ...] = (),
+    overrides: Mapping[str, Any],
+    server: ForkServer | None = None,
 ) -> list[dict[str, Any]]:
     """Return the hosts of an inventory with their groups, stack and ssh address, connecting to none.
 
     Raises InputError when the inventory or a stack cannot be used.
     """
     job = Job(command="describe", inventory=inventory, limit=limit, exclude=exclude, overrides=overrides)
-    executor = LocalExecutor()
+    executor = LocalExecutor(server=server)
     executor.start(0, job.shard(0, 1), job.environment())
     found: list[dict[str, Any]] | None = None
     said = ""

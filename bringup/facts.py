@@ -39,8 +39,11 @@ _CARRIER = (
 )
 _FAILED = "bringup-script-failed:"
 
-RUN_ID = os.environ.get("BRINGUP_RUN_ID") or uuid.uuid4().hex[:12]
-"""Identifies this process's run on every host; the command line sets it for its workers."""
+
+@cache
+def run_id() -> str:
+    """Return what identifies this process's run on every host; the command line sets it for its workers."""
+    return os.environ.get("BRINGUP_RUN_ID") or uuid.uuid4().hex[:12]
 
 
 class Across(BaseModel):

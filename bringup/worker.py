@@ -145,7 +145,7 @@ class Worker:
         self.masker = Masker(self._secrets)
 
     def _common(self, host: str) -> dict[str, Any]:
-        return {"time_s": round(time.time(), 3), "run": facts.RUN_ID, "host": host}
+        return {"time_s": round(time.time(), 3), "run": facts.run_id(), "host": host}
 
     def told(self, host: str, kind: str, content: Mapping[str, Any]) -> None:
         """Turn what a task tells about a host into an event."""

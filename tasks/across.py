@@ -152,7 +152,7 @@ def parts_of_run(context: Context) -> Commands:
 
 
 def _meeting(hosts: tuple[str, ...], port: int) -> across.Meeting:
-    return across.Meeting({name: _parts[name].address for name in hosts}, port, facts.RUN_ID)
+    return across.Meeting({name: _parts[name].address for name in hosts}, port, facts.run_id())
 
 
 def gone(hosts: tuple[str, ...]) -> list[str]:
@@ -199,7 +199,7 @@ RUN_LOCK = "/run/bringup/run.lock"
 def _run(argv: list[str], limit_s: float) -> None:
     """Run a part to its end, under the work lock and its limit, and keep how it ended. Raises nothing of the host's."""
     host: Host = ctx_host.get()
-    words = ["python3", worker_path(), "--run", facts.RUN_ID, "do", "verify-across", "--limit-s", str(limit_s), "--"]
+    words = ["python3", worker_path(), "--run", facts.run_id(), "do", "verify-across", "--limit-s", str(limit_s), "--"]
     status: int | None = None
     said, note, document = "", None, None
     try:

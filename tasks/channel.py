@@ -90,7 +90,7 @@ def push(host: Host, path: str, content: bytes | Path, *, mode: str = "0600") ->
     Raises HostError with what the host said when it could not be written.
     """
     size_bytes, digest = _measured(content)
-    argv = ["python3", worker_path(), "--run", facts.RUN_ID, "write", path, "--mode", mode,
+    argv = ["python3", worker_path(), "--run", facts.run_id(), "write", path, "--mode", mode,
             "--stdin", "--size", str(size_bytes), "--sha256", digest]  # fmt: skip
     try:
         channel = open_channel(host, argv)

@@ -39,7 +39,7 @@ def undrain(host: Host) -> Finding | None:
 def _hook(host: Host, command: str | None, name: str) -> Finding | None:
     if command is None:
         return None
-    environment = {**os.environ, "BRINGUP_HOST": host.name, "BRINGUP_RUN_ID": facts.RUN_ID}
+    environment = {**os.environ, "BRINGUP_HOST": host.name, "BRINGUP_RUN_ID": facts.run_id()}
     # A group of its own: a pipeline outlives the shell that is killed at the limit, and would hold us up.
     process = subprocess.Popen(
         command,

@@ -341,7 +341,7 @@ class _Builder:
 
 def order_path() -> str:
     """Return where the build order of this run lies on a host."""
-    return f"/run/bringup/order-{facts.RUN_ID}.json"
+    return f"/run/bringup/order-{facts.run_id()}.json"
 
 
 def send(host: Host, built: dict[str, Any], machine: str) -> Finding | None:

@@ -68,7 +68,7 @@ def _hold(*, again: bool = False) -> None:
     channel = open_channel(
         host,
         [
-            "python3", worker_path(), "--run", facts.RUN_ID,
+            "python3", worker_path(), "--run", facts.run_id(),
             "hold", "--who", chosen.who or who(), "--hold-wait-s", str(chosen.lock_wait_s),
             *(["--again"] if again else []),
         ],
@@ -81,7 +81,7 @@ def _hold(*, again: bool = False) -> None:
         raise HostError("the run lock cannot be taken", host=host.name, why=said or "the host said nothing") from None
     if not answer["held"]:
         channel.close()
-        refusal = taken(answer["holder"]) if answer["holder"].get("run") != facts.RUN_ID else put_back()
+        refusal = taken(answer["holder"]) if answer["holder"].get("run") != facts.run_id() else put_back()
         facts.tell_finding(host, refusal)
         raise HostError(refusal.cause, host=host.name)
     _held[host] = (channel, gevent.spawn(_beat, channel))

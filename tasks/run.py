@@ -176,7 +176,7 @@ def refuse(host: Host, finding: Finding) -> StringCommand:
     script = worker_path()
     return StringCommand(
         "if", "test", "-e", script, ";", "then",
-        "exec", "python3", script, "--run", facts.RUN_ID, "fail", QuoteString(reason), ";",
+        "exec", "python3", script, "--run", facts.run_id(), "fail", QuoteString(reason), ";",
         "else", "echo", QuoteString(reason), ">&2", ";", "exit", "1", ";", "fi",
     )  # fmt: skip
 
@@ -212,7 +212,7 @@ def work(
         "python3",
         worker_path(),
         "--run",
-        facts.RUN_ID,
+        facts.run_id(),
         "--wait-s",
         str(wait_s),
         *(QuoteString(str(argument)) for argument in arguments),

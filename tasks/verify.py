@@ -382,7 +382,7 @@ def answered(host: Host, name: str) -> Mapping[str, Any]:
             f"{name} left no document",
             host=host.name,
             why="it was ended before it could write one" if not text else "it cannot be read",
-            hint=f"its log lies on the host in /run/bringup/jobs/{facts.RUN_ID}-verify-{name}/log",
+            hint=f"its log lies on the host in /run/bringup/jobs/{facts.run_id()}-verify-{name}/log",
         )
     return document
 

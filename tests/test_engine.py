@@ -19,11 +19,11 @@ hosts = [(name, {"bringup_stack": "lab", "ssh_hostname": "192.0.2.1"}) for name 
 DESCRIBE = """
 import json, os, sys
 from bringup import engine
+from bringup.fork_server import ForkServer
+server = ForkServer.start() if sys.argv[2] == "fork" else None
+assert (server is None) == (sys.argv[2] == "program")
 job = engine.Job(command="describe", inventory=sys.argv[1], overrides={})
-executor = engine.LocalExecutor()
-if sys.argv[2] == "fork":
-    executor.stand_by(job.environment())
-    assert executor._standing_by is not None
+executor = engine.LocalExecutor(server=server)
 executor.start(0, job.shard(0, 1), job.environment())
 lines = list(executor.lines())
 executor.stop()
@@ -61,39 +61,93 @@ def test_a_fork_that_cannot_begin_says_why(tmp_path: Path) -> None:
     assert why.startswith(f"there is no inventory {missing}")
 
 
-def test_a_worker_that_is_not_needed_ends(inventory: str) -> None:
-    code = """
-import os, sys
+FROM_ONE_SERVER = """
+import json, os, signal, sys, threading
 from bringup import engine
-executor = engine.LocalExecutor()
-executor.stand_by({})
-pid = executor._standing_by[0].pid
-os.kill(pid, 0)
-executor.stop()
-try:
-    os.kill(pid, 0)
-except ProcessLookupError:
-    print("ended")
+from bringup.fork_server import ForkServer
+server = ForkServer.start()
+
+def describe(told):
+    job = engine.Job(command="describe", inventory=sys.argv[1], overrides={})
+    executor = engine.LocalExecutor(server=server)
+    executor.start(0, job.shard(0, 1), job.environment())
+    process = executor._running[0]
+    told.append((type(process).__name__, [(line.text is not None, line.status) for line in executor.lines()]))
 """
-    assert run(code) == "ended\n"
 
 
-def test_a_worker_whose_parent_is_killed_before_it_begins_ends() -> None:
-    code = """
+def test_many_workers_come_from_one_server_each_with_its_own_story(inventory: str) -> None:
+    code = f"""{FROM_ONE_SERVER}
+told = []
+threads = [threading.Thread(target=describe, args=(told,)) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(json.dumps(told))
+"""
+    assert json.loads(run(code, inventory)) == [["ForkedWorker", [[True, None], [False, 0]]]] * 8
+
+
+def test_when_the_server_is_killed_workers_are_programs_again(inventory: str) -> None:
+    code = f"""{FROM_ONE_SERVER}
+told = []
+describe(told)
+os.kill(server.pid, signal.SIGKILL)
+describe(told)
+describe(told)
+print(json.dumps(told))
+"""
+    said = json.loads(run(code, inventory))
+    assert [kind for kind, _ in said] == ["ForkedWorker", "Popen", "Popen"]
+    assert {json.dumps(lines) for _, lines in said} == {"[[true, null], [false, 0]]"}
+
+
+@pytest.mark.parametrize("who", ["worker", "server"])
+def test_a_worker_that_is_killed_or_whose_end_nobody_can_tell_has_failed(who: str) -> None:
+    code = f"""
+import os, signal
+from bringup.fork_server import ForkServer
+server = ForkServer.start()
+worker = server.fork({{}})
+os.kill({who}.pid, signal.SIGKILL)
+print(worker.wait())
+"""
+    assert run(code) == "-9\n"
+
+
+@pytest.mark.parametrize("how", ["server.close()", "os.kill(os.getpid(), 9)"], ids=["closed", "killed"])
+def test_nothing_outlives_the_process_that_asked(how: str) -> None:
+    code = f"""
 import os
-from bringup import engine
-executor = engine.LocalExecutor()
-executor.stand_by({})
-print(executor._standing_by[0].pid, flush=True)
-os.kill(os.getpid(), 9)
+from bringup.fork_server import ForkServer
+server = ForkServer.start()
+worker = server.fork({{}})
+print(server.pid, worker.pid, flush=True)
+{how}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    with suppress(psutil.NoSuchProcess):
-        worker = psutil.Process(int(done.stdout))
-        deadline = time.monotonic() + 30
-        while worker.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    for pid in map(int, done.stdout.split()):
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            deadline = time.monotonic() + 30
+            while process.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+
+def test_a_server_keeps_no_file_of_its_parent_and_leaves_no_worker_unburied() -> None:
+    code = """
+import json, os
+from bringup.fork_server import ForkServer
+kept = open("/etc/hostname")
+server = ForkServer.start()
+worker = server.fork({})
+worker.stdin.close()
+status = worker.wait()
+files = [os.readlink(f"/proc/{server.pid}/fd/{n}") for n in os.listdir(f"/proc/{server.pid}/fd")]
+children = open(f"/proc/{server.pid}/task/{server.pid}/children").read()
+print(json.dumps([status, [name for name in files if name.startswith("/") and name != "/dev/null"], children]))
+"""
+    assert json.loads(run(code)) == [0, [], ""]
 
 
 def test_what_the_parent_had_printed_is_printed_once(inventory: str) -> None:
@@ -111,17 +165,17 @@ def test_what_the_parent_had_printed_is_printed_once(inventory: str) -> None:
     ids=["ssl", "gevent", "thread"],
 )
 def test_where_a_fork_is_not_safe_there_is_none(spoil: str) -> None:
-    code = f"{spoil}\nfrom bringup import engine\nx = engine.LocalExecutor(); x.stand_by({{}}); print(x._standing_by)"
+    code = f"{spoil}\nfrom bringup.fork_server import ForkServer\nprint(ForkServer.start())"
     assert run(code) == "None\n"
 
 
-@pytest.mark.parametrize("command", ["plan", "apply", "drift", "verify"])
+@pytest.mark.parametrize("command", ["plan", "apply", "drift", "verify", "rollback"])
 def test_a_command_loads_nothing_that_only_its_worker_or_its_history_needs(command: str) -> None:
     code = f"""
 import sys
-from bringup import cli, engine
+from bringup import cli, fork_server
 cli.mount(["{command}"])
-assert engine.may_fork()
+assert fork_server.may_fork()
 print(sorted({{"pyinfra", "paramiko", "gevent", "sqlalchemy", "httpx", "asyncio", "ssl"}} & sys.modules.keys()))
 """
     assert run(code) == "[]\n"

@@ -17,6 +17,7 @@ from bringup import engine
 from bringup.commands import session
 from bringup.commands.conductor import Looked, Outcome
 from bringup.errors import BringupError
+from bringup.fork_server import ForkServer
 from bringup.history import History, Recorder
 from bringup.report import events
 from bringup.report.results import HostResult, Results
@@ -68,7 +69,7 @@ class EngineCrew:
 
     ``overrides`` are the command line's; ``hook_limit_s`` is how long a drain or undrain command may take.
     ``batches`` is how many jobs run at a time; each has worker processes of its own, or, with ``scheduler``, those of
-    a Dask cluster.
+    a Dask cluster. ``server`` forks workers of this machine; None: each is a program of its own.
     """
 
     inventory: str
@@ -81,6 +82,7 @@ class EngineCrew:
     parallel: int = engine.HOSTS_PER_WORKER
     verbosity: int = 0
     scheduler: str | None = None
+    server: ForkServer | None = None
     _ended: queue.Queue[Outcome | Looked | BaseException] = field(default_factory=queue.Queue)
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _running: dict[int, engine.Executor] = field(default_factory=dict)
@@ -244,7 +246,9 @@ class EngineCrew:
         )
         # Looking is no news for the history: what was done is, and what was found before it.
         record = Recorder(self.history) if command != "drift" else None
-        executor = session.executor(self.scheduler) or engine.LocalExecutor(show_worker_log=self.verbosity > 0)
+        executor = session.executor(self.scheduler) or engine.LocalExecutor(
+            show_worker_log=self.verbosity > 0, server=self.server
+        )
 
         def on_event(event: events.Event) -> None:
             with self._lock:

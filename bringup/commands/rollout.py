@@ -24,6 +24,7 @@ from bringup.commands import options, session
 from bringup.commands.conductor import Conductor, Crew
 from bringup.commands.crew import EngineCrew, Hook, differs_in_driver, judge_result
 from bringup.errors import InputError
+from bringup.fork_server import ForkServer
 from bringup.history import (
     History,
     Lease,
@@ -135,8 +136,10 @@ def rollout(
     overrides = session.overrides(stack=stack, lock=lock)
     if (cluster := session.executor(executor)) is not None:
         cluster.stop()  # one that cannot be used is refused before anything is begun
-    look = partial(_look, inventory, overrides=overrides, parallel=parallel, scheduler=executor)
     with ExitStack() as exits:
+        server = session.fork_server(exits)
+        look = partial(_look, inventory, overrides=overrides, parallel=parallel, scheduler=executor, server=server)
+        describe = partial(engine.describe, inventory, overrides=overrides, server=server)
         history = History.open()
         exits.callback(history.close)
         if pause or abort:
@@ -144,14 +147,12 @@ def rollout(
         lease = None
         if resume:
             log = _unfinished(history, name)
-            hosts, without = _members(log, engine.describe(inventory, overrides=overrides), limit or (), exclude or ())
+            hosts, without = _members(log, describe(), limit or (), exclude or ())
             target = _one_stack(hosts)
             _tell_change(log, target, is_named=stack is not None)
             stream = session.open_events(events_to, exits)
         else:
-            hosts = engine.describe(
-                inventory, limit=tuple(limit or ()), exclude=tuple(exclude or ()), overrides=overrides
-            )
+            hosts = describe(limit=tuple(limit or ()), exclude=tuple(exclude or ()))
             target = _one_stack(hosts)
             _refuse_domains(hosts, domain, has_limit=per_domain is not None or domains_at_once is not None)
             looked = look([host["name"] for host in hosts])
@@ -187,6 +188,7 @@ def rollout(
             parallel=parallel,
             verbosity=verbose,
             scheduler=executor,
+            server=server,
         )
         end = conduct(
             history,
@@ -403,10 +405,17 @@ def _one_stack(hosts: Sequence[Mapping[str, Any]]) -> Mapping[str, str]:
 
 
 def _look(
-    inventory: str, names: Sequence[str], *, overrides: Mapping[str, Any], parallel: int, scheduler: str | None
+    inventory: str,
+    names: Sequence[str],
+    *,
+    overrides: Mapping[str, Any],
+    parallel: int,
+    scheduler: str | None,
+    server: ForkServer | None,
 ) -> Results:
     job = engine.Job("drift", inventory, limit=tuple(names), overrides=overrides, parallel=parallel)
-    return engine.run(job, lambda _event: None, executor=session.executor(scheduler))
+    executor = session.executor(scheduler) or engine.LocalExecutor(server=server)
+    return engine.run(job, lambda _event: None, executor=executor)
 
 
 def _nothing_to_do(started: Started, *, json: bool) -> NoReturn:

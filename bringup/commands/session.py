@@ -17,6 +17,7 @@ from rich.text import Text
 from bringup import engine, paths
 from bringup.commands import show
 from bringup.errors import InputError
+from bringup.fork_server import ForkServer
 from bringup.report import events
 from bringup.report.masking import Masker
 from bringup.report.results import Results
@@ -142,11 +143,16 @@ def carry_out(job: engine.Job, *, json_output: bool, events_to: str | None, sche
 
 
 def _local(job: engine.Job, stack: ExitStack) -> engine.Executor:
-    local = engine.LocalExecutor(show_worker_log=job.verbosity > 0)
-    stack.callback(local.stop)
-    # It imports what it needs while this process opens the history.
-    local.stand_by(job.environment())
-    return local
+    # It imports what workers need while this process opens the history.
+    return engine.LocalExecutor(show_worker_log=job.verbosity > 0, server=fork_server(stack))
+
+
+def fork_server(stack: ExitStack) -> ForkServer | None:
+    """Return what forks workers until the stack is left; None where that is not safe."""
+    server = ForkServer.start()
+    if server is not None:
+        stack.callback(server.close)
+    return server
 
 
 def executor(scheduler: str | None) -> engine.Executor | None:

@@ -22,6 +22,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bringup.lab.lab import Lab
 from tests.e2e import variant
 from tests.e2e.rig import BRINGUP, LAB_INVENTORY, Rig
@@ -185,13 +187,8 @@ class Controller:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that a process started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(path.parent.name))
-    return found
+    """Return the processes that a process started, and those that they started."""
+    return [process.pid for process in psutil.Process(pid).children(recursive=True)]
 
 
 def is_alive(pid: int) -> bool:

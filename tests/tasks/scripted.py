@@ -171,7 +171,7 @@ def shown(command: str) -> str:
     words = shlex.split(command)
     words = words[words.index("--wait-s") + 2 :] if "--wait-s" in words else words
     text = " ".join(words)
-    text = text.replace(running.worker_path(), "WORKER").replace(facts.RUN_ID, "RUN")
+    text = text.replace(running.worker_path(), "WORKER").replace(facts.run_id(), "RUN")
     text = re.sub(r"/run/bringup/(\w+)-[0-9a-f]{12}\.py", r"\1.py", text)
     text = re.sub(r"--(limit-s|job) \S+ ", "", text)
     return re.sub(r"--content-b64 \S+", "...", text)

@@ -1,0 +1,201 @@
+"""Keep a process at hand that has imported what a worker needs, and that forks into one whenever it is asked to.
+
+pyinfra allows one run per process, and takes a third of a second to import. A run over many hosts has several workers,
+and every step of a rollout begins new ones; here all of them are paid for once.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, NoReturn
+
+# gevent puts others into these modules, which would start its loop; and a process with a loop must not be forked.
+_fork, _waitpid, _select, _signal = os.fork, os.waitpid, select.select, signal.signal
+
+_UNFORKABLE = frozenset({"gevent", "pyinfra", "ssl"})
+"""Modules after whose import a fork cannot become a worker: gevent must patch the standard library before them."""
+
+_LARGEST_REQUEST_BYTES = 65536
+_KILLED = -signal.SIGKILL
+
+
+def may_fork() -> bool:
+    """Return whether a fork of this process can become a worker: it has one thread, and gevent can still patch it."""
+    return threading.active_count() == 1 and not _UNFORKABLE & sys.modules.keys()
+
+
+@dataclass
+class ForkedWorker:
+    """A worker, seen from the process that asked for it."""
+
+    pid: int
+    stdin: IO[str]
+    stdout: IO[str] | None
+    stderr: IO[str] | None
+    _status: int
+
+    def wait(self) -> int:
+        """Return its status once it has ended; negative for a signal. When the server died, nobody can know it."""
+        told = b""
+        while part := os.read(self._status, 64):
+            told += part
+        os.close(self._status)
+        return int(told) if told else _KILLED
+
+
+class ForkServer:
+    """Be the end of the server that asks. Workers outlive it as long as the process that has it is there to listen."""
+
+    def __init__(self, pid: int, control: socket.socket) -> None:
+        self.pid = pid
+        self._control = control
+        self._lock = threading.Lock()
+
+    @classmethod
+    def start(cls) -> ForkServer | None:
+        """Fork a server where that is safe, else return None. To be called early, before there are threads."""
+        if not may_fork():
+            return None
+        ours, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if (pid := _fork()) == 0:
+            _serve(theirs)
+        theirs.close()
+        return cls(pid, ours)
+
+    def fork(self, environment: Mapping[str, str]) -> ForkedWorker:
+        """Return a worker that waits for its Shard, with ``environment`` in addition to that of the server.
+
+        Raises OSError when the server has ended; then it cannot have begun anything.
+        """
+        asked, ask = os.pipe()
+        out, told = os.pipe()
+        err, said = os.pipe()
+        ended, end = os.pipe()
+        try:
+            with self._lock:
+                socket.send_fds(self._control, [json.dumps(dict(environment)).encode()], [asked, told, said, end])
+                answer = self._control.recv(64)
+            if not answer:
+                raise ConnectionResetError("the process that forks workers has ended")
+        except OSError:
+            for number in (ask, out, err, ended):
+                os.close(number)
+            raise
+        finally:
+            for number in (asked, told, said, end):
+                os.close(number)
+        return ForkedWorker(
+            pid=int(answer),
+            stdin=os.fdopen(ask, "w", encoding="utf-8"),
+            stdout=os.fdopen(out, encoding="utf-8"),
+            stderr=os.fdopen(err, encoding="utf-8", errors="backslashreplace"),
+            _status=ended,
+        )
+
+    def close(self) -> None:
+        """End the server; its workers go on."""
+        self._control.close()
+        with suppress(ChildProcessError):
+            _waitpid(self.pid, 0)
+
+
+def _serve(control: socket.socket) -> NoReturn:
+    """Fork workers until nobody is there to ask for one; nothing of the parent's ever runs again in here."""
+    try:
+        os.setsid()
+        for handled in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            _signal(handled, signal.SIG_DFL)
+        _close_all_but(control.fileno())
+        for number in (0, 1, 2):
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+        _serve_requests(control)
+    finally:
+        # Whoever asks sees the connection end, and starts its workers as programs, which say what is wrong.
+        os._exit(1)
+
+
+def _close_all_but(kept: int) -> None:
+    # Files and connections of the parent, such as its history's, must not outlive it because of us.
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def _serve_requests(control: socket.socket) -> None:
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken)
+    _signal(signal.SIGCHLD, lambda *_: None)
+    from bringup import lean, worker  # noqa: F401 (lean must come first)
+
+    gc.freeze()  # what is there stays, and a collection must not copy its pages
+    status_of: dict[int, int] = {}
+    while True:
+        ready, _, _ = _select([control.fileno(), wake], [], [])
+        if wake in ready:
+            os.read(wake, 4096)
+            _tell_ended(status_of)
+        if control.fileno() in ready:
+            request, numbers, _, _ = socket.recv_fds(control, _LARGEST_REQUEST_BYTES, 4)
+            if not request:
+                return
+            *streams, status = numbers
+            if (pid := _fork()) == 0:
+                _become_worker(json.loads(request), streams)
+            for number in streams:
+                os.close(number)
+            status_of[pid] = status
+            control.sendall(str(pid).encode())
+
+
+def _tell_ended(status_of: dict[int, int]) -> None:
+    while status_of:
+        pid, status = _waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        number = status_of.pop(pid)
+        with suppress(BrokenPipeError):
+            os.write(number, str(os.waitstatus_to_exitcode(status)).encode())
+        os.close(number)
+
+
+def _become_worker(environment: Mapping[str, str], streams: list[int]) -> NoReturn:
+    """Go on as what ``python -m bringup.worker`` would be, in a process group that can be ended as a whole."""
+    status = 70
+    try:
+        signal.set_wakeup_fd(-1)
+        _signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        # ``sys.__stdout__`` and its like keep the parent's buffers, so that they are not written a second time.
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        os.environ.update(environment)
+        from bringup import worker
+
+        text = sys.stdin.read()
+        # Nothing to read: the parent has given up before it began, or has been killed.
+        status = worker.main(io.StringIO(text), sys.stdout) if text else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
