@@ -119,11 +119,16 @@ class Conductor:
         self._listen()
 
     def _begin(self, due: Iterable[Do], now_s: float) -> None:
+        due = [do for do in due if do.not_before_s <= now_s]
+        # While thousands wait to be prepared, every turn asks for all of them.
+        with_room = {step for step in {do.step for do in due} if self._crew.room(step)}
+        # Hosts are prepared wave by wave, so that one that hangs holds up no wave but its own.
+        waves = self._log.rollout.waves if "prepare" in with_room else ()
+        wave_of = {host: at for at, wave in enumerate(waves) for host in wave}
         batches: dict[tuple[Step, int], list[str]] = {}
         for do in due:
-            if do.not_before_s <= now_s:
-                # Hosts are prepared wave by wave, so that one that hangs holds up no wave but its own.
-                of_wave = self._wave_of(do.host) if do.step == "prepare" else 0
+            if do.step in with_room:
+                of_wave = wave_of[do.host] if do.step == "prepare" else 0
                 batches.setdefault((do.step, of_wave), []).append(do.host)
         for (step, _), hosts in sorted(batches.items(), key=lambda item: item[0][1]):
             if not self._crew.room(step):
@@ -131,9 +136,6 @@ class Conductor:
             if self._record(*(StepBegun(self._clock(), host, step) for host in hosts)):
                 self._under_way.update(hosts)
                 self._crew.begin(self._log.rollout, step, hosts)
-
-    def _wave_of(self, host: str) -> int:
-        return next(at for at, wave in enumerate(self._log.rollout.waves) if host in wave)
 
     def _end(self, outcome: Outcome) -> None:
         self._under_way.discard(outcome.host)
