@@ -98,7 +98,12 @@ class DaskExecutor:
         try:
             self._client = Client(address, security=security, timeout=CONNECT_LIMIT_S, set_as_default=False)
         except (OSError, TimeoutError, TypeError, ValueError) as error:
-            raise BringupError(f"the scheduler at {address} cannot be used", why=str(error)) from error
+            named = "its certificates are those that distributed.comm.tls in Dask's configuration names"
+            raise BringupError(
+                f"the scheduler at {address} cannot be used",
+                why=str(error),
+                hint=named if security is not None else None,
+            ) from error
         self._lines: queue.Queue[Line] = queue.Queue()
         self._shards: dict[int, _Shard] = {}
         self._lock = threading.Lock()

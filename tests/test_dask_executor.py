@@ -154,6 +154,13 @@ def test_what_cannot_be_begun_is_told(cluster: Cluster, tmp_path: Path) -> None:
         engine.run(engine.Job("drift", str(tmp_path / "broken.py")), lambda _: None, executor=cluster.executor())
 
 
+def test_without_certificates_it_is_said_where_they_are_named() -> None:
+    with pytest.raises(BringupError) as caught:
+        DaskExecutor("tls://127.0.0.1:1")
+    assert caught.value.hint is not None
+    assert "distributed.comm.tls" in caught.value.hint
+
+
 def test_certificates_of_another_authority_are_refused(cluster: Cluster, tmp_path: Path) -> None:
     with (
         dask.config.set(certificates(tmp_path, "stranger")),
