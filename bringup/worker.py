@@ -512,6 +512,8 @@ def described(host: Host) -> dict[str, Any]:
         "rack": host.data.get("rack"),
         "drain": host.data.get("bringup_drain"),
         "undrain": host.data.get("bringup_undrain"),
+        # So that the controller can mask them too: it runs the hooks of a rollout.
+        "secrets": sorted(set(secrets_in(host.data.dict()))),
     }
 
 

@@ -364,6 +364,26 @@ def test_a_hook_ends_well_or_says_why(history: History, hook: Hook, step: Step, 
     assert outcome.why is None or outcome.why.startswith(expected or "never")
 
 
+@pytest.mark.parametrize(
+    ("command", "limit_s"),
+    [("exit 1", 20.0), ("sleep 86404", 0.5)],
+    ids=["fails", "never-ends"],
+)
+def test_what_a_hook_says_holds_no_secret_of_the_inventory_or_the_environment(
+    history: History, monkeypatch: pytest.MonkeyPatch, command: str, limit_s: float
+) -> None:
+    monkeypatch.setenv("SCHEDULER_TOKEN", "swordfish-1")
+    said = "printf '%s %s %s' hunter2/long \"$SCHEDULER_TOKEN\" aHVudGVyMi9sb25n; "
+    crew = EngineCrew(
+        "inventory/x.py", history, {"gpu-1": Hook(drain=said + command)}, {}, hook_limit_s=limit_s,
+        secrets={"hunter2/long"},
+    )  # fmt: skip
+    outcome = one(crew, "drain", begun(history).rollout)
+    crew.stop()
+    assert outcome.why is not None
+    assert outcome.why.endswith(": *** *** ***")
+
+
 def test_a_hook_gets_its_host_in_the_environment_and_nothing_on_stdin(history: History, tmp_path: Path) -> None:
     crew = hooked(
         history,

@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from bringup import engine
 from bringup.commands.rollout import _nothing_to_do, _planned, _said, _show_plan, resume_command, rollout
 from bringup.errors import BringupError, InputError
 from bringup.history import History, list_rollouts, open_rollout, rollout_subject, start_rollout, take_lease
@@ -156,6 +157,15 @@ def test_without_a_terminal_a_rollout_wants_a_yes(inventory: str) -> None:
     with pytest.raises(InputError, match="rollout changes hosts and nobody is there to ask") as caught:
         run(inventory)
     assert caught.value.hint == "say --yes, or look first with `bringup rollout INVENTORY --dry-run`"
+
+
+def test_the_controller_learns_the_secrets_of_the_inventory(inventory: str) -> None:
+    with Path(inventory).open("a") as file:
+        file.write('fleet[1][1]["site_token"] = "hunter2-long"\n')
+    described = engine.describe(inventory, overrides={})
+    assert {host["name"]: host["secrets"] for host in described} == {
+        "gpu-1": [], "gpu-2": ["hunter2-long"], "gpu-3": [], "gpu-10": [],
+    }  # fmt: skip
 
 
 def test_a_limit_of_racks_wants_every_host_in_one(inventory: str) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from bringup.errors import BringupError
 from bringup.fork_server import ForkServer
 from bringup.history import History, Recorder
 from bringup.report import events
+from bringup.report.masking import Masker
 from bringup.report.results import HostResult, Results
 from bringup.rollout import (
     Bandwidth,
@@ -30,7 +31,7 @@ from bringup.rollout import (
     Step,
     judge_gate,
 )
-from bringup.secret import hide
+from bringup.secret import secrets_in
 
 # The steps of deploy.py that a step of a rollout runs, by pass. The driver's pass changes nothing but the driver.
 PREPARE: Mapping[Pass, tuple[str, ...]] = {
@@ -70,6 +71,7 @@ class EngineCrew:
     ``overrides`` are the command line's; ``hook_limit_s`` is how long a drain or undrain command may take.
     ``batches`` is how many jobs run at a time; each has worker processes of its own, or, with ``scheduler``, those of
     a Dask cluster. ``server`` forks workers of this machine; None: each is a program of its own.
+    ``secrets`` are those of the inventory; what a hook says is masked with them and with those of the environment.
     """
 
     inventory: str
@@ -83,6 +85,7 @@ class EngineCrew:
     verbosity: int = 0
     scheduler: str | None = None
     server: ForkServer | None = None
+    secrets: Collection[str] = field(default=(), repr=False)
     _ended: queue.Queue[Outcome | Looked | BaseException] = field(default_factory=queue.Queue)
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _running: dict[int, engine.Executor] = field(default_factory=dict)
@@ -94,6 +97,7 @@ class EngineCrew:
         # Hooks wait for schedulers and not for processors, so many may wait together.
         self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="rollout")
         self._hooks_running: set[int] = set()
+        self._masker = Masker({*self.secrets, *secrets_in(os.environ)})
 
     # ------------------------------------------------------------------------------------------ the crew
 
@@ -287,7 +291,7 @@ class EngineCrew:
         try:
             said, _ = process.communicate(timeout=self.hook_limit_s)
         except subprocess.TimeoutExpired as late:
-            return _told(f"the {step} command did not end within {self.hook_limit_s:g} s", late.output, environment)
+            return self._told(f"the {step} command did not end within {self.hook_limit_s:g} s", late.output)
         finally:
             _end_group(process.pid)
             with self._lock:
@@ -297,13 +301,12 @@ class EngineCrew:
             process.wait()
         if process.returncode == 0:
             return None
-        return _told(f"the {step} command ended with {process.returncode}", said, environment)
+        return self._told(f"the {step} command ended with {process.returncode}", said)
 
-
-def _told(what: str, said: bytes | None, environment: Mapping[str, str]) -> str:
-    # A hook that fails may print what it was given.
-    lines = hide((said or b"").decode("utf-8", "replace"), environment).strip().splitlines()
-    return f"{what}: {lines[-1][:300] if lines else 'it said nothing'}"
+    def _told(self, what: str, said: bytes | None) -> str:
+        # A hook that fails may print what it was given.
+        lines = self._masker.message((said or b"").decode("utf-8", "replace")).strip().splitlines()
+        return f"{what}: {lines[-1][:300] if lines else 'it said nothing'}"
 
 
 def _end_group(pid: int) -> None:

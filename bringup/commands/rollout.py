@@ -189,6 +189,7 @@ def rollout(
             verbosity=verbose,
             scheduler=executor,
             server=server,
+            secrets={secret for host in hosts for secret in host["secrets"]},
         )
         end = conduct(
             history,
