@@ -1,7 +1,8 @@
 """Keep a process at hand that has imported what a worker needs, and that forks into one whenever it is asked to.
 
 pyinfra allows one run per process, and takes a third of a second to import. A run over many hosts has several workers,
-and every step of a rollout begins new ones; here all of them are paid for once.
+and every step of a rollout begins new ones; here all of them are paid for once. ``python -m bringup.fork_server`` is
+the server where the process that asks cannot be forked; its standard input is the socket on which it is asked.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, NoReturn
@@ -58,23 +60,36 @@ class ForkedWorker:
 class ForkServer:
     """Be the end of the server that asks. Workers outlive it as long as the process that has it is there to listen."""
 
-    def __init__(self, pid: int, control: socket.socket) -> None:
+    def __init__(self, pid: int, control: socket.socket, bury: Callable[[], object]) -> None:
         self.pid = pid
         self._control = control
+        self._bury = bury
         self._lock = threading.Lock()
 
     @classmethod
-    def start(cls) -> ForkServer | None:
-        """Fork a server where that is safe, else return None. To be called early, before there are threads."""
-        if not may_fork():
-            return None
+    def start(cls) -> ForkServer:
+        """Start a server: a fork of this process where that is safe, which is early, before there are threads."""
         ours, theirs = socket.socketpair()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if (pid := _fork()) == 0:
-            _serve(theirs)
-        theirs.close()
-        return cls(pid, ours)
+        with theirs:
+            if not may_fork():
+                return cls._program(ours, theirs)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            if (pid := _fork()) == 0:
+                os.setsid()
+                _serve(theirs)
+        return cls(pid, ours, lambda: _waitpid(pid, 0))
+
+    @classmethod
+    def _program(cls, ours: socket.socket, theirs: socket.socket) -> ForkServer:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bringup.fork_server"],
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return cls(process.pid, ours, process.wait)
 
     def fork(self, environment: Mapping[str, str]) -> ForkedWorker:
         """Return a worker that waits for its Shard, with ``environment`` in addition to that of the server.
@@ -110,13 +125,12 @@ class ForkServer:
         """End the server; its workers go on."""
         self._control.close()
         with suppress(ChildProcessError):
-            _waitpid(self.pid, 0)
+            self._bury()
 
 
 def _serve(control: socket.socket) -> NoReturn:
     """Fork workers until nobody is there to ask for one; nothing of the parent's ever runs again in here."""
     try:
-        os.setsid()
         for handled in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             _signal(handled, signal.SIG_DFL)
         _close_all_but(control.fileno())
@@ -199,3 +213,7 @@ def _become_worker(environment: Mapping[str, str], streams: list[int]) -> NoRetu
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=os.dup(0)))

@@ -21,7 +21,6 @@ import json, os, sys
 from bringup import engine
 from bringup.fork_server import ForkServer
 server = ForkServer.start() if sys.argv[2] == "fork" else None
-assert (server is None) == (sys.argv[2] == "program")
 job = engine.Job(command="describe", inventory=sys.argv[1], overrides={})
 executor = engine.LocalExecutor(server=server)
 executor.start(0, job.shard(0, 1), job.environment())
@@ -156,17 +155,32 @@ def test_what_the_parent_had_printed_is_printed_once(inventory: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    ("spoil", "can_fork"),
     [
-        "import ssl",
-        "import gevent",
-        "import threading, time; threading.Thread(target=time.sleep, args=(2,), daemon=True).start()",
+        ("pass", True),
+        ("import ssl", False),
+        ("import gevent", False),
+        ("import threading, time; threading.Thread(target=time.sleep, args=(2,), daemon=True).start()", False),
     ],
-    ids=["ssl", "gevent", "thread"],
+    ids=["nothing", "ssl", "gevent", "thread"],
 )
-def test_where_a_fork_is_not_safe_there_is_none(spoil: str) -> None:
-    code = f"{spoil}\nfrom bringup.fork_server import ForkServer\nprint(ForkServer.start())"
-    assert run(code) == "None\n"
+def test_where_a_fork_is_not_safe_the_server_is_a_program(spoil: str, can_fork: bool, inventory: str) -> None:
+    code = f"""
+{spoil}
+from bringup import fork_server
+can_fork = fork_server.may_fork()
+{FROM_ONE_SERVER}
+told = []
+describe(told)
+describe(told)
+words = open(f"/proc/{{server.pid}}/cmdline").read().split("\\0")
+print(json.dumps([can_fork, "bringup.fork_server" in words, told]))
+"""
+    assert json.loads(run(code, inventory)) == [
+        can_fork,
+        not can_fork,
+        [["ForkedWorker", [[True, None], [False, 0]]]] * 2,
+    ]
 
 
 @pytest.mark.parametrize("command", ["plan", "apply", "drift", "verify", "rollback"])

@@ -412,7 +412,7 @@ def _look(
     overrides: Mapping[str, Any],
     parallel: int,
     scheduler: str | None,
-    server: ForkServer | None,
+    server: ForkServer,
 ) -> Results:
     job = engine.Job("drift", inventory, limit=tuple(names), overrides=overrides, parallel=parallel)
     executor = session.executor(scheduler) or engine.LocalExecutor(server=server)

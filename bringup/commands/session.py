@@ -147,11 +147,10 @@ def _local(job: engine.Job, stack: ExitStack) -> engine.Executor:
     return engine.LocalExecutor(show_worker_log=job.verbosity > 0, server=fork_server(stack))
 
 
-def fork_server(stack: ExitStack) -> ForkServer | None:
-    """Return what forks workers until the stack is left; None where that is not safe."""
+def fork_server(stack: ExitStack) -> ForkServer:
+    """Return what forks workers until the stack is left."""
     server = ForkServer.start()
-    if server is not None:
-        stack.callback(server.close)
+    stack.callback(server.close)
     return server
 
 
