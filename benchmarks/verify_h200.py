@@ -6,10 +6,11 @@ Usage:
   python3 benchmarks/verify_h200.py judge RESULT.json
 
 ``measure`` needs the standard library here and torch in ``--python``. Parts: stack (stack_check), full (three
-times --profile full), healthy (N quick runs), faults (each induced fault), smi (nvidia-smi as text), warmup
-(FlashInfer's modules compiled beside the faults), flashinfer (its all-reduce), torchrun (started by it). Environment
-variables that keep NVLink multicast off stay as they are. ``judge`` needs bringup and no GPU: it reads the
-documents with the judge of ``bringup verify``, which is not told which fault was set, and prints the tables.
+times --profile full), limits (little locked memory, far processors), healthy (N quick runs), faults (each induced
+fault), smi (nvidia-smi as text), warmup (FlashInfer's modules compiled beside the faults), flashinfer (its
+all-reduce), torchrun (started by it). Environment variables that keep NVLink multicast off stay as they are.
+``judge`` needs bringup and no GPU: it reads the documents with the judge of ``bringup verify``, which is not told
+which fault was set, and prints the tables.
 """
 
 from __future__ import annotations
@@ -180,6 +181,32 @@ def start_warmup(options: argparse.Namespace) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
+def stack_check(options: argparse.Namespace) -> list[str]:
+    """Return the command of the stack check."""
+    command = [sys.executable, str(STACK_CHECK), "--python", options.python]
+    for module in options.imports.split(","):
+        command += ["--import", module]
+    return command
+
+
+def limited(recorder: Recorder, options: argparse.Namespace, common: list[str]) -> None:
+    """Look and measure with little memory that may be locked, and on the processors farthest from the GPUs.
+
+    On a machine with one NUMA node none is far: then the first four stand in, which shows that pinning alone is
+    nobody's fault.
+    """
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
+    far = nodes[-1].joinpath("cpulist").read_text().strip() if len(nodes) > 1 else "0-3"
+    recorder.text("far_processors", ["echo", f"{len(nodes)} NUMA nodes, {far}"])
+    ways = {
+        "memlock_64k": ["sh", "-c", 'ulimit -l 64; exec "$@"', "sh"],
+        "far_processors": ["taskset", "--cpu-list", far],
+    }
+    for name, prefix in ways.items():
+        recorder.run(f"stack_check {name}", [*prefix, *stack_check(options)], {})
+        recorder.run(f"{name}", [*prefix, recorder.python, str(BENCH), *common], {})
+
+
 def measure(options: argparse.Namespace) -> int:
     """Run the parts asked for."""
     recorder = Recorder(options.python, Path(options.output), Path(options.logs) if options.logs else None)
@@ -199,14 +226,14 @@ def measure(options: argparse.Namespace) -> int:
     if "probe" in parts and PROBE.exists():
         recorder.run("host_probe", [sys.executable, str(PROBE)], {})
     if "stack" in parts:
-        command = [sys.executable, str(STACK_CHECK), "--python", options.python]
-        for module in options.imports.split(","):
-            command += ["--import", module]
+        command = stack_check(options)
         for soname in ("libnvrtc.so.13", "libcudart.so.13", "libnccl.so.2", "libcuda.so.1", "libcublas.so.13"):
             command += ["--soname", soname]
         command += ["--nvrtc", "13.0=libnvrtc.so.13", "--nvrtc", "12.8=libnvrtc.so.12"]
         recorder.run("stack_check first", command, {})
         recorder.run("stack_check again", command, {})
+    if "limits" in parts:
+        limited(recorder, options, common)
     if "first" in parts:
         recorder.bench("first", *common)
     warming = start_warmup(options) if "warmup" in parts else None
@@ -345,8 +372,23 @@ def judge(options: argparse.Namespace) -> int:
             is_good &= [cause.name for cause in verdict.causes if cause.is_certain] == [EXPECTED[run["label"]]]
         else:
             is_good &= verdict.state == "ok" and not verdict.findings
+    health_of(Path(options.result))
     print("\nas it should be" if is_good else "\nNOT as it should be")
     return 0 if is_good else 1
+
+
+def health_of(path: Path) -> None:
+    """Print what each stack check says of the host, as verify does."""
+    from bringup.findings import health
+
+    if path.suffix == ".jsonl":
+        return
+    for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
+        section = (run["document"] or {}).get("health")
+        if section:
+            print(f"\n{run['label']}")
+            for finding in health.findings(health.parse(section), nvlinks=18):
+                print(f"  {finding.code} {finding.severity}: {finding.cause}")
 
 
 EXPECTED = {
@@ -388,7 +430,9 @@ def main() -> int:
     measuring = commands.add_parser("measure")
     measuring.add_argument("--output", required=True)
     measuring.add_argument("--python", default=shutil.which("python3") or sys.executable)
-    measuring.add_argument("--only", default="smi,probe,stack,first,warmup,faults,healthy,full,torchrun,flashinfer")
+    measuring.add_argument(
+        "--only", default="smi,probe,stack,limits,first,warmup,faults,healthy,full,torchrun,flashinfer"
+    )
     measuring.add_argument("--healthy", type=int, default=10)
     measuring.add_argument("--faults", default="")
     measuring.add_argument("--imports", default="torch,triton")

@@ -78,8 +78,14 @@ SMALL_PAYLOAD_BYTES = MIB
 # How long a rank may be seen stopped (state T) before the run is given up: a stopped rank never answers, and
 # waiting for the backend's whole time limit would tell nothing more.
 STOPPED_AFTER_S = 5.0
+WATCH_EVERY_S = 0.25
 # After the first rank has died the others get this long to report what they saw.
 GRACE_S = 1.5
+
+# Across hosts a network may be a hundred times slower than links within one. Each row gets this long, so that all
+# rows of a backend end within its limit, and a payload is left out when one operation would take longer than that.
+ROW_LIMIT_S = 8.0
+OPERATION_LIMIT_S = 2.0
 
 CANARY_ELEMENTS = 64
 # Sums of integers up to 256 are exact in bfloat16 (8 bits of significand), whatever the order of addition.
@@ -146,6 +152,16 @@ def sampling(payload_bytes, is_cpu=False):
     if payload_bytes <= 256 * MIB:
         return 4, 3, 20
     return (2, 2, 10) if payload_bytes <= 2 * GIB else (2, 1, 5)
+
+
+def fewer(plan, operation_s):
+    """Return a plan of (operations in a sample, warm-up samples, samples) that ends in time on a slow network."""
+    operations, warmup, samples = plan
+    if operation_s * operations * (warmup + samples) <= ROW_LIMIT_S:
+        return plan
+    total = max(4, int(ROW_LIMIT_S / operation_s))
+    operations = max(1, min(operations, total // 8))
+    return operations, 1, max(3, min(samples, total // operations - 1))
 
 
 def row_statistics(payload_bytes, ranks, sample_us_by_rank):
@@ -888,6 +904,7 @@ class Context:
         self._tell = tell
         self.spot = (None, time.monotonic())
         self.torch = self.dist = self.exchange = self.device = self.stream = self.dtype = None
+        self.nccl_error = None  # returns what NCCL met in the background, or None; None: nobody can ask
 
     @property
     def is_cpu(self):
@@ -963,6 +980,7 @@ def connect(context):
         dist.init_process_group("gloo", **arguments)
     else:
         dist.init_process_group("nccl", device_id=context.device, **arguments)
+        context.nccl_error = nccl_error(context)
 
 
 def cpu_list(numbers):
@@ -1234,6 +1252,48 @@ def loaded_library(prefix):
     return None
 
 
+NCCL_SUCCESS, NCCL_IN_PROGRESS = 0, 7  # ncclResult_t in nccl.h
+
+
+def nccl_communicator(context):
+    """Return NCCL's library and torch's communicator; raises Missing where torch does not show them."""
+    path = loaded_library("libnccl.so")
+    if path is None:
+        raise Missing("torch has NCCL linked in")
+    group = context.dist.distributed_c10d._get_default_group()
+    try:
+        # Private to torch, seen in 2.11.
+        return ctypes.CDLL(path), ctypes.c_void_p(group._get_backend(context.device)._comm_ptr())
+    except AttributeError as error:
+        raise Missing("this torch does not show its NCCL communicator: {}".format(error)) from error
+
+
+def nccl_error(context):
+    """Return a function that says what NCCL met in the background (None: nothing), or None where nobody can ask.
+
+    NCCL knows at once that the other side is gone. What waits for the GPU is not told: nothing ends a graph's
+    replay, and torch's own watchdog takes about as long as our limits.
+    """
+    try:
+        library, communicator = nccl_communicator(context)
+    except Missing:
+        return None
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    library.ncclGetLastError.restype = ctypes.c_char_p
+
+    def ask():
+        code = ctypes.c_int()
+        if library.ncclCommGetAsyncError(communicator, ctypes.byref(code)) != NCCL_SUCCESS:
+            return None
+        if code.value in (NCCL_SUCCESS, NCCL_IN_PROGRESS):
+            return None
+        said = library.ncclGetErrorString(code.value).decode("utf-8", "replace")
+        last = (library.ncclGetLastError(communicator) or b"").decode("utf-8", "replace").strip()
+        return "NCCL: {}{}".format(said, ": " + last.splitlines()[0] if last else "")
+
+    return ask
+
+
 NCCL_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # ncclDataType_t in nccl.h
 
 
@@ -1255,16 +1315,10 @@ class NcclGraph(Backend):
 
     def bind(self, context):
         """Find NCCL's own function and torch's communicator; return why that is not possible, or None."""
-        path = loaded_library("libnccl.so")
-        if path is None:
-            return "torch has NCCL linked in"
-        group = context.dist.distributed_c10d._get_default_group()
         try:
-            # Private to torch, seen in 2.11.
-            self.communicator = ctypes.c_void_p(group._get_backend(context.device)._comm_ptr())
-        except AttributeError as error:
-            return "this torch does not show its NCCL communicator: {}".format(error)
-        library = ctypes.CDLL(path)
+            library, self.communicator = nccl_communicator(context)
+        except Missing as missing:
+            return str(missing)
         self.function = library.ncclAllReduce
         self.function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
         self.function.argtypes += [ctypes.c_void_p] * 2
@@ -1726,6 +1780,22 @@ class Timer:
             backend.input[: self.elements] *= scale
             self.pristine = backend.input[: self.elements].clone()
         backend.before_measure(self.elements)
+        self.operation_s = self.one_operation_s() if context.nodes > 1 else None
+        if self.operation_s is not None:
+            plan = fewer((self.operations, self.warmup, self.samples), self.operation_s)
+            self.operations, self.warmup, self.samples = plan
+
+    def one_operation_s(self):
+        """Return how long one operation takes on the slowest rank; the one before it makes connections."""
+        for _ in range(2):
+            self.refill()
+            self.context.synchronize()
+            self.context.exchange.barrier()
+            begun = time.monotonic()
+            self.backend.all_reduce(self.elements)
+            self.context.synchronize()
+            seconds = time.monotonic() - begun
+        return max(self.context.exchange.gather(round(seconds, 6)))
 
     def refill(self):
         """Undo the growth of an in-place sum."""
@@ -1787,7 +1857,7 @@ class Timer:
 
 
 def measure(context, backend, payload_bytes):
-    """Time one row and tell it."""
+    """Time one row and tell it; return how long one operation takes in seconds, None where nobody asked."""
     with on_stream(context):
         timer = Timer(context, backend, payload_bytes)
         own, wall_us = timer.on_cpu() if context.is_cpu else timer.on_gpu()
@@ -1804,6 +1874,7 @@ def measure(context, backend, payload_bytes):
     }
     row.update(row_statistics(payload_bytes, context.ranks, everyone))
     context.tell("row", value=row)
+    return timer.operation_s
 
 
 def intervals_us(context, operate, batches, length):
@@ -1871,10 +1942,21 @@ def probe_peers(context, backend):
     context.tell("probe", name="peer_read_mean_gb_per_s", value=context.exchange.gather(means))
 
 
+_NCCL_ERROR = re.compile(r"NCCL error in: \S+, (.*?)(?: \(run with [^)]*\))?, NCCL version")
+
+
 def root_line(error):
-    """Return an exception as one line, without control characters."""
-    text = "{}: {}".format(type(error).__name__, error).strip().splitlines()
-    return "".join(character for character in (text[0] if text else "?") if character.isprintable())[:400]
+    """Return an exception as one line, without control characters.
+
+    torch's first line about NCCL only says where in torch's source it was noticed; NCCL's own words come last.
+    """
+    lines = "{}: {}".format(type(error).__name__, error).strip().splitlines()
+    text = lines[0] if lines else "?"
+    kind = _NCCL_ERROR.search(text)
+    if kind and "Last error:" in lines[:-1]:
+        last = lines[lines.index("Last error:") + 1].strip()
+        text = "{}: NCCL: {}: {}".format(type(error).__name__, kind.group(1), last)
+    return "".join(character for character in text if character.isprintable())[:400]
 
 
 def run_backend(context, kind, payloads, fault):
@@ -1909,7 +1991,11 @@ def run_backend(context, kind, payloads, fault):
         context.tell("backend", name=name, state=state, reason=reason, seconds=seconds)
         return
     state = "measured"
+    second_per_byte, left_out = 0.0, []
     for payload in checked:
+        if payload * second_per_byte > OPERATION_LIMIT_S:
+            left_out.append(payload)
+            continue
         context.phase("check", name, payload)
         begun = time.monotonic()
         backend.prepare(payload)
@@ -1924,7 +2010,9 @@ def run_backend(context, kind, payloads, fault):
         begun = time.monotonic()
         if fault:
             fault.on_measure(context, backend)
-        measure(context, backend, payload)
+        operation_s = measure(context, backend, payload)
+        if operation_s and payload > SMALL_PAYLOAD_BYTES:
+            second_per_byte = operation_s / payload
         seconds["measure"] += time.monotonic() - begun
     if isinstance(backend, SymmetricTwoShot) and state == "measured":
         context.phase("peer_reads", name)
@@ -1933,6 +2021,8 @@ def run_backend(context, kind, payloads, fault):
     context.exchange.barrier()
     backend.close()
     notes = backend.notes
+    if left_out:
+        notes["left_out_bytes"] = left_out
     del backend
     if not context.is_cpu:
         context.torch.cuda.empty_cache()
@@ -1956,6 +2046,7 @@ def work(context, backends):
     kinds = {kind.name: kind for kind in BACKENDS}
     for name in backends:
         run_backend(context, kinds[name], payloads, options.inject)
+    context.nccl_error = None  # from here on it is no fault when another rank goes
     context.phase("leave")
     context.exchange.barrier()
     context.tell("done")
@@ -1978,9 +2069,11 @@ def start_watchdog(context, report):
         while True:
             told = None
             if report is not None:
-                told = signal.sigtimedwait({signal.SIGTERM}, 0.5)
+                told = signal.sigtimedwait({signal.SIGTERM}, WATCH_EVERY_S)
             else:
-                time.sleep(0.5)
+                time.sleep(WATCH_EVERY_S)
+            ask = context.nccl_error  # the main thread may take it away
+            lost = ask() if report is not None and ask is not None else None
             backend, since = context.spot
             limit = options.backend_timeout if backend else options.setup_timeout
             reason = None
@@ -1990,6 +2083,8 @@ def start_watchdog(context, report):
                 reason = ("timeout", "everything together took more than {:g} s".format(options.timeout))
             elif report is not None and time.monotonic() - since > limit:
                 reason = ("timeout", "{} took more than {:g} s".format(backend or "set-up", limit))
+            elif lost:
+                reason = ("crash", lost)
             elif parent and os.getppid() != parent:
                 os._exit(CRASHED)
             if reason:
@@ -2013,6 +2108,8 @@ def noting(report, path):
         if event["event"] in ("phase", "error", "done"):
             note = dict(report.rank(event["rank"]), schema=SCHEMA, program="allreduce_bench_node")
             note.update(node=int(os.environ.get("GROUP_RANK", 0)), nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)))
+            log = read_nccl_logs(report.log_directory) if event["event"] == "error" and report.log_directory else None
+            note["nccl"] = log and {key: log[key] for key in ("network", "network_devices", "warnings")}
             try:
                 write_atomically(path, json.dumps(note) + "\n")
             except OSError as error:
@@ -2041,12 +2138,11 @@ def worker_main(options):
             # torchrun's main thread started it; a torchrun that is killed must leave no rank (PR_SET_PDEATHSIG).
             ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
         report = Report(options, "torchrun" if is_torchrun else "environment")
-        if os.environ["RANK"] == "0":
+        is_noting = options.node_output and os.environ.get("LOCAL_RANK") == "0"
+        if os.environ["RANK"] == "0" or is_noting:
             report.log_directory = tempfile.mkdtemp(prefix="allreduce-bench-")
             let_nccl_talk(os.environ, report.log_directory)
-        tell = report.feed
-        if options.node_output and os.environ.get("LOCAL_RANK") == "0":
-            tell = noting(report, options.node_output)
+        tell = noting(report, options.node_output) if is_noting else report.feed
     if not options.allow_multicast:
         # torch makes multicast objects with every symmetric allocation where the GPUs can, asked for or not.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
@@ -2066,6 +2162,8 @@ def worker_main(options):
             report.failure("crash", "rank {} failed: {}".format(context.rank, root_line(error)), context.rank)
     if report is not None and context.rank == 0:
         status = report.finish(*report.status(options.require))
+    elif report is not None and report.log_directory:
+        shutil.rmtree(report.log_directory, ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

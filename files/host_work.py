@@ -429,13 +429,18 @@ def run_limited(command, environment, limit_s, log, lock):
         status = process.wait(timeout=limit_s)
         return status if status >= 0 else 128 - status
     except subprocess.TimeoutExpired:
+        # A shell ends at once and its children may not listen: the group counts, not the process that leads it.
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(process.pid, number)
-                process.wait(timeout=10)
+                end = time.monotonic() + 10
+                while time.monotonic() < end:
+                    process.poll()
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.1)
+            except ProcessLookupError:
                 break
-            except subprocess.TimeoutExpired:
-                continue
+        process.poll()
         text = "bringup: ended after its limit of {:.0f} s\n".format(limit_s)
         if output:
             output.write(text.encode())

@@ -176,6 +176,7 @@ def command(meeting: across.Meeting, name: str, part: Part) -> list[str]:
         arguments += ["--profile", part.profile, "--device", "cuda", "--backends", "nccl,nccl_graph"]
     argv = across.torchrun(meeting, name, part.python, part.ranks, part.script, arguments)
     own = {"TMPDIR": SCRATCH, "BRINGUP_RUN_ID": meeting.run, "BRINGUP_RUN_LOCK": RUN_LOCK}
+    own["PATIENCE_S"] = str(PATIENCE_S)
     variables = {"OMP_NUM_THREADS": "1", **part.variables, **own}
     pairs = [f"{key}={value}" for key, value in sorted(variables.items())]
     return ["env", "-i", *pairs, "sh", "-c", _SCRIPTED, OUTPUT, NODE_OUTPUT, *argv]
@@ -183,16 +184,26 @@ def command(meeting: across.Meeting, name: str, part: Part) -> list[str]:
 
 # What an earlier run left must not be taken for this one's, and torchrun leaves its own directory when it is killed.
 # The run lock falls when the controller or the way to it is gone, and with it nobody waits for this part any more.
-# Killed, because torchrun does not listen while it waits for another host; its ranks go with it.
+# Killed, because torchrun does not listen while it waits for another host; its ranks go with it. Once a rank has said
+# what it failed of, torchrun has PATIENCE_S to end the others: with the way to the first host gone it would wait for
+# that host's store until the limit of the whole part. The status is then that of a rank that failed.
 _SCRIPTED = r"""
-umask 077; rm -rf "$TMPDIR"; mkdir -p "$TMPDIR" "${0%/*}"; rm -f "$0" "$1"; shift
+umask 077; rm -rf "$TMPDIR"; mkdir -p "$TMPDIR" "${0%/*}"; note=$1; rm -f "$0" "$1"; shift
 "$@" 2>&1 & part=$!
 is_ours() { grep -q "\"run\": \"$BRINGUP_RUN_ID\"" "$BRINGUP_RUN_LOCK"; }
-{ while is_ours; do sleep 1; done; kill -KILL $part; } >/dev/null 2>&1 & watchdog=$!
+has_failed() { grep -qs '"error": {' "$note"; }
+{
+  left=$PATIENCE_S
+  while is_ours && [ "$left" -gt 0 ]; do sleep 1; if has_failed; then left=$((left - 1)); fi; done
+  if is_ours; then : > "$TMPDIR/overdue"; fi
+  kill -KILL $part
+} >/dev/null 2>&1 & watchdog=$!
 wait $part; status=$?
-kill $watchdog 2>/dev/null; rm -rf "$TMPDIR"
+kill $watchdog 2>/dev/null; if [ -e "$TMPDIR/overdue" ]; then status=1; fi; rm -rf "$TMPDIR"
 exit $status
 """
+PATIENCE_S = 45
+"""torchrun gives its ranks half a minute between SIGTERM and SIGKILL."""
 RUN_LOCK = "/run/bringup/run.lock"
 
 

@@ -42,6 +42,12 @@ def captured() -> dict[str, Document]:
     return found
 
 
+def limited() -> dict[str, Document]:
+    """Return what the bench measured with little locked memory, and pinned to four processors."""
+    lines = (FIXTURES / "h200x2_limits.jsonl").read_text(encoding="utf-8").splitlines()
+    return {run["label"]: run["document"] for run in map(json.loads, lines) if "rows" in run["document"]}
+
+
 CAPTURED = captured()
 HEALTHY = "healthy 1"
 
@@ -132,6 +138,14 @@ def test_names_each_induced_fault(label: str, state: str, cause: str, says: str)
 def test_no_false_alarm(label: str) -> None:
     verdict = judge(Runs(parse(CAPTURED[label])), TABLE)
     assert (verdict.state, verdict.causes, verdict.findings, verdict.request) == ("ok", (), (), None)
+
+
+@pytest.mark.parametrize(("label", "affinity"), [("memlock_64k", "0-31"), ("far_processors", "0-3")])
+def test_neither_little_locked_memory_nor_four_processors_slow_nvlink(label: str, affinity: str) -> None:
+    document = parse(limited()[label])
+    assert {gpu.cpu_affinity for gpu in document.system.gpus} == {affinity}
+    verdict = judge(Runs(document), TABLE)
+    assert (verdict.state, verdict.findings, verdict.causes) == ("ok", (), ())
 
 
 def test_ten_healthy_runs_are_among_them() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,6 +224,130 @@ def test_the_host_at_fault(parts: list[Ended], expected: object) -> None:
 )
 def test_where_nobody_can_tell_every_host_is_named(parts: list[Ended], cause: str) -> None:
     assert judged(*parts) == {host: [("BU-VFY-234", "error", cause)] for host in MEETING.addresses}
+
+
+# ---------------------------------------------------------------- what NCCL said between two "hosts" of one machine
+
+
+def captured() -> dict[str, dict[str, Any]]:
+    """Return the runs of ``benchmarks/across_h200.py`` by what was done to them."""
+    path = Path(__file__).parent / "fixtures" / "bench" / "across_h200x2.jsonl"
+    return {run["label"]: run for run in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+
+
+CAPTURED = captured()
+MEASURED = {"gpu-01": [("BU-VFY-236", "info", "no figure is known to compare gpu-01, gpu-02 with")], "gpu-02": []}
+LARGE = "in measure of nccl at 67108864 bytes"
+BY_SIGKILL = "a process of the run across hosts was ended by SIGKILL on "
+NO_INTERFACE = "DistBackendError: NCCL: invalid usage: Bootstrap : no socket interface found"
+HANGS = ("BU-VFY-234", "error", f"the run across hosts failed: nccl took more than 60 s {LARGE}")
+
+
+def on_loopback(host: str) -> tuple[str, str, str]:
+    cause = f"NCCL on {host} uses the interface lo:127.0.0.1<0>, by which no other host reaches it"
+    return "BU-VFY-239", "error", cause
+
+
+def no_interface(host: str) -> dict[str, list[tuple[str, str, str]]]:
+    cause = f"NCCL finds no network interface on {host} that it may use: {NO_INTERFACE}"
+    return blamed(host, "BU-VFY-239", cause)
+
+
+def ended_of(run: dict[str, Any]) -> list[Ended]:
+    return [
+        Ended(
+            host,
+            one["status"],
+            one["said"],
+            parse_note(one["note"]),
+            parse(one["document"]) if one["document"] else None,
+        )
+        for host, one in run["hosts"].items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ("healthy", MEASURED),
+        ("slow_link_1gbit", MEASURED),
+        ("slow_link_10gbit", MEASURED),
+        ("locked_memory_64k", MEASURED),
+        ("rank_killed", blamed("gpu-02", "BU-VFY-233", f"{BY_SIGKILL}gpu-02 {LARGE}")),
+        (
+            "rank_killed_in_graph",
+            blamed("gpu-02", "BU-VFY-233", f"{BY_SIGKILL}gpu-02 in measure of nccl_graph at 67108864 bytes"),
+        ),
+        ("first_rank_killed", blamed("gpu-01", "BU-VFY-233", f"{BY_SIGKILL}gpu-01 {LARGE}")),
+        (
+            "rank_stopped",
+            blamed("gpu-02", "BU-VFY-233", f"a process of the run across hosts fell silent on gpu-02 {LARGE}"),
+        ),
+        ("link_lost", {"gpu-01": [HANGS], "gpu-02": [HANGS]}),
+        ("host_lost", blamed("gpu-02", "BU-VFY-233", "gpu-02 was lost during the run across hosts")),
+        (
+            "wrong_element",
+            blamed(
+                "gpu-02", "BU-VFY-214", "wrong result across hosts on gpu-02, rank 1: wrong result: nccl at 8192 bytes"
+            ),
+        ),
+        ("no_such_interface", no_interface("gpu-01")),
+        ("no_such_interface_on_one", no_interface("gpu-02")),
+        ("interface_leads_nowhere", {host: [on_loopback(host)] for host in MEETING.addresses}),
+        ("interface_leads_nowhere_on_one", blamed("gpu-02", *(on_loopback("gpu-02")[::2]))),
+    ],
+)
+def test_what_real_nccl_between_hosts_is_judged(label: str, expected: dict[str, list[tuple[str, str, str]]]) -> None:
+    assert judged(*ended_of(CAPTURED[label])) == expected
+
+
+def test_between_hosts_nccl_uses_the_network_and_all_sums_are_right() -> None:
+    document = ended_of(CAPTURED["healthy"])[0].document
+    assert document is not None
+    log = document.nccl_log
+    assert log is not None
+    assert (log.network, log.network_devices, dict(log.transports)) == (
+        "Socket",
+        ("eth0:10.99.0.1<0>",),
+        {"NET/Socket/0": 4},
+    )
+    assert (document.system.nodes, document.system.hosts) == (2, ("gpu-01", "gpu-02"))
+    assert all(check.ok for check in document.checks)
+    assert len(document.checks) == 22
+
+
+def test_payloads_that_take_too_long_are_left_out_and_said() -> None:
+    verdict = across.judge(ended_of(CAPTURED["slow_link_1gbit"]), ENDPOINT)
+    left = [
+        (one["backend"], one["payload_bytes"], one["reason"]) for one in verdict.results() if one["state"] == "not_run"
+    ]
+    reason = "one operation would take longer than 2 s between these hosts"
+    assert left == [
+        (backend, payload, reason) for backend in ("nccl", "nccl_graph") for payload in (256 << 20, 1 << 30)
+    ]
+
+
+def test_nccl_s_words_are_evidence() -> None:
+    verdict = across.judge(ended_of(CAPTURED["interface_leads_nowhere_on_one"]), ENDPOINT)
+    finding = verdict.findings["gpu-02"][0]
+    assert finding.evidence["nccl"] == {"network": "Socket", "network_devices": ["lo:127.0.0.1<0>"], "warnings": []}
+    assert finding.remedy.startswith("look at NCCL_SOCKET_IFNAME (BU-VFY-341)")
+
+
+def test_another_network_than_the_hosts_share_is_shown_and_nobody_blamed() -> None:
+    def apart(host: str, node: int, device: str) -> Ended:
+        told = {"network": "Socket", "network_devices": [device], "warnings": ["connect to 172.17.0.1<4> failed"]}
+        answer = {"program": "allreduce_bench_node", "node": node, "rank": node, "phase": "rendezvous", "nccl": told}
+        answer["error"] = {"message": "set-up took more than 120 s in rendezvous", "traceback": ""}
+        return Ended(host, 1, "", parse_note(answer))
+
+    cause = (
+        "NCCL does not get from one host to the other: gpu-01 docker0:172.17.0.1<0>; gpu-02 eth0:10.0.0.2<0>; "
+        "connect to 172.17.0.1<4> failed"
+    )
+    assert judged(apart("gpu-01", 0, "docker0:172.17.0.1<0>"), apart("gpu-02", 1, "eth0:10.0.0.2<0>")) == {
+        host: [("BU-VFY-239", "error", cause)] for host in MEETING.addresses
+    }
 
 
 def test_the_evidence_holds_what_torchrun_said_last() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bringup.bench.document import Document, Note, Row
+from bringup.bench.document import Document, NcclNote, Note, Row
 from bringup.finding import Finding, Severity
 
 PORT = 29400
@@ -108,6 +108,16 @@ class Verdict:
             for name, entry in document.backends.items()
             if entry.state != "measured"
         ]
+        left += [
+            {
+                "backend": name,
+                "state": "not_run",
+                "payload_bytes": payload,
+                "reason": "one operation would take longer than 2 s between these hosts",
+            }
+            for name, entry in document.backends.items()
+            for payload in entry.left_out_bytes
+        ]
         return [*rows, *left]
 
 
@@ -165,9 +175,12 @@ _IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 _SIGNALLED = re.compile(r"Signal \d+ \((SIG\w+)\) received by PID|exitcode\s*:\s*-(\d+)")
 _OURS = "SIGTERM"  # torchrun ends the ranks that are left with it
 _CONNECTION = re.compile(
-    r"[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe|timed? ?out|took more than|remote process exited"
+    r"[Cc]onnection (?:was likely )?(?:closed|reset|refused)|[Bb]roken pipe|timed? ?out|took more than"
+    r"|remote process exited|Failed to recv|No route to host|Network is unreachable"
     r"|ncclRemoteError|ncclSystemError|DistNetworkError|DistStoreError|told to end|Connect call failed",
 )
+_NO_INTERFACE = re.compile(r"no socket interface found")
+_MEETS_IN = "rendezvous"  # the bench's phase in which ranks find each other through NCCL or gloo
 
 
 def _faults(parts: Sequence[Ended], document: Document | None, endpoint: str) -> Iterator[tuple[str, Finding]]:
@@ -175,26 +188,31 @@ def _faults(parts: Sequence[Ended], document: Document | None, endpoint: str) ->
     if document is not None and document.exit_status == 5:
         yield from _wrong(parts, document)
         return
+    nccl = _nccl_by_host(parts)
     if document is None and any(part.note is None for part in parts):
         chosen = list(_absent(parts, endpoint))
     else:
-        chosen = list(_broken(parts))
+        chosen = list(_broken(parts)) or list(_apart(parts, nccl)) or list(_silent(parts))
     if not chosen:
         chosen = [(part, "BU-VFY-234", f"the run across hosts failed: {_why(parts, document)}") for part in parts]
     for part, code, cause in chosen:
-        yield part.host, _error(code, cause, part)
+        yield part.host, _error(code, cause, part, nccl.get(part.host))
 
 
-def _error(code: str, cause: str, part: Ended) -> Finding:
+def _error(code: str, cause: str, part: Ended, nccl: NcclNote | None) -> Finding:
     remedies = {
         "BU-VFY-232": "look at the network between the hosts, its firewalls and bringup_rendezvous; or --exclude it",
         "BU-VFY-233": "look at the host's kernel log and at who ended the process; or --exclude it",
         "BU-VFY-234": "see the cause; the output of torchrun is in the evidence",
+        "BU-VFY-239": "look at NCCL_SOCKET_IFNAME (BU-VFY-341), at the host's interfaces, and at firewalls between the "
+        "hosts: NCCL takes ports of its own choice",
     }
     said = [line.strip() for line in part.said.splitlines() if line.strip()][-5:]
     evidence: dict[str, object] = {"status": part.status, "said": said}
     if part.note is not None:
         evidence["where"] = part.note.place
+    if nccl is not None:
+        evidence["nccl"] = nccl.model_dump(mode="json")
     return Finding(code=code, severity="error", cause=cause, remedy=remedies[code], evidence=evidence)
 
 
@@ -237,8 +255,60 @@ def _broken(parts: Sequence[Ended]) -> Iterator[tuple[Ended, str, str]]:
         return
     for part in parts:
         error = part.note.error if part.note else None
-        if error and not _CONNECTION.search(error["message"]):
+        if error and _NO_INTERFACE.search(error["message"]):
+            cause = f"NCCL finds no network interface on {part.host} that it may use: {error['message']}"
+            yield part, "BU-VFY-239", cause
+        elif error and not _CONNECTION.search(error["message"]):
             yield part, "BU-VFY-234", f"the run across hosts failed on {part.host}: {error['message']}"
+
+
+def _nccl_by_host(parts: Sequence[Ended]) -> dict[str, NcclNote]:
+    """Return what NCCL said of its network on each host where it said anything."""
+    found = {}
+    for part in parts:
+        log = part.document.nccl_log if part.document is not None else None
+        if part.note is not None and part.note.nccl is not None:
+            found[part.host] = part.note.nccl
+        elif log is not None:
+            found[part.host] = NcclNote(network=log.network, network_devices=log.network_devices, warnings=log.warnings)
+    return found
+
+
+def _apart(parts: Sequence[Ended], nccl: Mapping[str, NcclNote]) -> Iterator[tuple[Ended, str, str]]:
+    """Yield the hosts because of which NCCL's ranks did not find each other, though torchrun's had.
+
+    The loopback interface is never the way to another host; of other interfaces nobody can tell here which is wrong.
+    """
+    if not nccl or any(part.note is None or part.note.phase != _MEETS_IN for part in parts):
+        return
+    own = [(part, device) for part in parts if (device := _loopback(nccl.get(part.host)))]
+    for part, device in own:
+        cause = f"NCCL on {part.host} uses the interface {device}, by which no other host reaches it"
+        yield part, "BU-VFY-239", cause
+    if own:
+        return
+    devices = [f"{host} {', '.join(note.network_devices)}" for host, note in nccl.items() if note.network_devices]
+    warned = next((warning for note in nccl.values() for warning in note.warnings), None)
+    if devices:
+        cause = f"NCCL does not get from one host to the other: {'; '.join(devices)}" + (
+            f"; {warned}" if warned else ""
+        )
+        for part in parts:
+            yield part, "BU-VFY-239", cause
+
+
+def _loopback(note: NcclNote | None) -> str | None:
+    """Return the interface that NCCL uses, when it is one by which nobody else can come."""
+    return next((one for one in note.network_devices if re.search(r":(127\.|\[?::1\b)", one)), None) if note else None
+
+
+def _silent(parts: Sequence[Ended]) -> Iterator[tuple[Ended, str, str]]:
+    """Yield the hosts whose first rank neither ended nor said why not, where others did: it was stopped, or hangs."""
+    silent = [p for p in parts if p.note is not None and not p.note.error and not p.note.is_done and not p.document]
+    for part in silent if len(silent) < len(parts) else ():
+        assert part.note is not None
+        cause = f"a process of the run across hosts fell silent on {part.host} in {part.note.place}"
+        yield part, "BU-VFY-233", cause
 
 
 def _signal(part: Ended) -> str | None:

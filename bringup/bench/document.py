@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -66,6 +66,13 @@ class BackendState(_Model):
     state: State
     reason: str | None = None
     seconds: Mapping[str, float] = Field(default_factory=dict)
+    notes: Mapping[str, Any] = Field(default_factory=dict)
+
+    @property
+    def left_out_bytes(self) -> tuple[int, ...]:
+        """Return the payloads of which one operation would have taken too long between these hosts."""
+        found = self.notes.get("left_out_bytes", ())
+        return tuple(size for size in found if isinstance(size, int)) if isinstance(found, list | tuple) else ()
 
 
 class Row(_Model):
@@ -277,8 +284,16 @@ class Document(_Model):
         return None
 
 
+class NcclNote(_Model):
+    """What NCCL said of its network on one host, in words of its own."""
+
+    network: str | None = None
+    network_devices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
 class Note(_Model):
-    """How far the first rank of one host came, as it noted itself."""
+    """How far the first rank of one host came, as it noted itself. ``nccl`` is told with an error only."""
 
     program: Literal["allreduce_bench_node"]
     node: int
@@ -288,6 +303,7 @@ class Note(_Model):
     payload_bytes: int | None = None
     is_done: bool = False
     error: Mapping[str, str] | None = None
+    nccl: NcclNote | None = None
 
     @property
     def place(self) -> str:

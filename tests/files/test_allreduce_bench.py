@@ -115,6 +115,22 @@ def test_sampling(payload_bytes: int, is_cpu: bool, expected: tuple[int, int, in
 
 
 @pytest.mark.parametrize(
+    ("payload_bytes", "operation_s", "expected"),
+    [
+        (8192, 50e-6, (40, 10, 100)),
+        (64 * MIB, 0.06, (4, 3, 20)),
+        (256 * MIB, 0.1, (4, 1, 19)),
+        (GIB, 0.4, (2, 1, 9)),
+        (GIB, 1.0, (1, 1, 7)),
+        (GIB, 9.0, (1, 1, 3)),
+    ],
+    ids=["small", "10 Gb/s still fits", "fewer samples", "sockets of one machine", "10 Gb/s", "at least three"],
+)
+def test_a_slow_network_gets_fewer_samples(payload_bytes: int, operation_s: float, expected: tuple[int, ...]) -> None:
+    assert BENCH.fewer(BENCH.sampling(payload_bytes), operation_s) == expected
+
+
+@pytest.mark.parametrize(
     ("numbers", "expected"), [({0, 1, 2, 3}, "0-3"), ({0, 2, 3, 9}, "0,2-3,9"), ({7}, "7"), (set(), "")]
 )
 def test_cpu_list(numbers: set[int], expected: str) -> None:
@@ -131,6 +147,7 @@ def test_cpu_list(numbers: set[int], expected: str) -> None:
         ("p2p_off", {"SHM/direct/direct": 8}, 4, ("RING", "SIMPLE", 4), ("NCCL_P2P_DISABLE", "1")),
         ("sockets_only", {"NET/Socket/0": 8}, 2, ("RING", "SIMPLE", 2), ("NCCL_SHM_DISABLE", "1")),
         ("channels_2", {"P2P/CUMEM": 4}, 2, ("RING", "SIMPLE", 2), ("NCCL_MAX_NCHANNELS", "2")),
+        ("across_veth", {"NET/Socket/0": 8}, 2, ("RING", "SIMPLE", 2), None),
     ],
 )
 def test_nccl_s_log(
@@ -150,10 +167,44 @@ def test_nccl_s_log(
         "p2p": {24: 32}.get(channels, channels),
     }
     choice = found["choices"][-1]
-    assert (choice["payload_bytes"], choice["algorithm"], choice["protocol"], choice["channels"]) == (GIB, *last)
+    largest = 64 * MIB if name == "across_veth" else GIB
+    assert (choice["payload_bytes"], choice["algorithm"], choice["protocol"], choice["channels"]) == (largest, *last)
     assert found["settings"]["NCCL_NVLS_ENABLE"] == "0"
     assert setting is None or found["settings"][setting[0]] == setting[1]
     assert found["warnings"] == []
+
+
+NCCL_UTILS = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, "
+
+
+# What torch 2.11.0 said with NCCL 2.28.9 between two hosts (benchmarks/across_h200.py, 2026-11-30).
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            NCCL_UTILS + "invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9\n"
+            "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+            "Bootstrap : no socket interface found\n",
+            "NCCL: invalid usage: Bootstrap : no socket interface found",
+        ),
+        (
+            NCCL_UTILS + "remote process exited or there was a network error, NCCL version 2.28.9\n"
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\n"
+            "Last error:\nsocketPollConnect: connect to 127.0.0.1<55069> returned Connection refused, exceeded error "
+            "retry count after 35 attempts\n",
+            "NCCL: remote process exited or there was a network error: socketPollConnect: connect to 127.0.0.1<55069> "
+            "returned Connection refused, exceeded error retry count after 35 attempts",
+        ),
+        (
+            NCCL_UTILS + "internal error, NCCL version 2.28.9\nLast error:",
+            NCCL_UTILS + "internal error, NCCL version 2.28.9",
+        ),
+        ("one\ttwo\nthree", "onetwo"),
+    ],
+    ids=["no interface", "refused", "nothing follows", "not of NCCL"],
+)
+def test_an_error_as_one_line_holds_nccl_s_own_words(text: str, expected: str) -> None:
+    assert BENCH.root_line(RuntimeError(text)) == "RuntimeError: " + expected
 
 
 def test_nccl_s_warnings_are_kept_once() -> None:
@@ -186,6 +237,7 @@ def test_multicast_in_nccl_s_log(line: str, expected: bool | None) -> None:
         ("h:1:2 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.5<0>", None, ["eth0:10.0.0.5<0>"]),
         ("h:1:2 [0] NCCL INFO Using network IB", "IB", []),
         ("h:1:2 [0] NCCL INFO NET/IB : No device found.", None, []),
+        ("h:1:2 [0] NCCL INFO NET/IB : Using [RO]; OOB eth0:10.99.0.1<0>", None, []),
     ],
 )
 def test_the_network_in_nccl_s_log(line: str, network: str | None, devices: list[str]) -> None:

@@ -159,11 +159,18 @@ def test_do_gives_the_commands_own_status(
     assert out in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("trap", "after"),
+    [("", ""), ("trap '' TERM; ", "trap - TERM; ")],
+    ids=["listening", "a child that does not listen"],
+)
 @pytest.mark.parametrize("detach", [False, True], ids=["attached", "detached"])
-def test_do_ends_a_command_with_its_children_at_the_limit(host: Host, tmp_path: Path, detach: bool) -> None:
+def test_do_ends_a_command_with_its_children_at_the_limit(
+    host: Host, tmp_path: Path, detach: bool, trap: str, after: str
+) -> None:
     flags = ["--detach"] if detach else []
     mark = tmp_path / "pid"
-    script = f"sleep 300 & echo $! > {mark}; wait"
+    script = f"{trap}sleep 300 & echo $! > {mark}; {after}wait"
     done = host.work("do", "job", "--limit-s", "1", *flags, "--", "sh", "-c", script)
     assert done.returncode == 124
     child = int(mark.read_text())

@@ -37,6 +37,48 @@ def test_a_healthy_host_has_no_finding() -> None:
     assert found(lambda section: None) == []
 
 
+LIMITED = {
+    run["label"]: run["document"]["health"]
+    for run in map(json.loads, (FIXTURES / "h200x2_limits.jsonl").read_text(encoding="utf-8").splitlines())
+    if "health" in run["document"]
+}
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        (
+            "stack_check memlock_64k",
+            [
+                (
+                    "BU-VFY-332",
+                    "info",
+                    "memory that may be locked is limited: a login 64 KiB; no RDMA device is here",
+                )
+            ],
+        ),
+        ("stack_check far_processors", []),
+    ],
+    ids=["ulimit -l 64", "pinned to 0-3 of the one node"],
+)
+def test_what_a_real_host_says_of_its_limits(label: str, expected: list[tuple[str, str, str]]) -> None:
+    section = health.parse(LIMITED[label])
+    assert [(f.code, f.severity, f.cause) for f in health.findings(section, nvlinks=18)] == expected
+
+
+def test_a_real_host_with_little_locked_memory_and_an_rdma_device() -> None:
+    section = copy.deepcopy(LIMITED["stack_check memlock_64k"])
+    port = {"device": "mlx5_0", "port": 1, "state": "ACTIVE", "link_layer": "InfiniBand", "rate": "400 Gb/sec (4X NDR)"}
+    section["host"]["rdma"] = [port]
+    assert [(f.code, f.severity, f.cause) for f in health.findings(health.parse(section), nvlinks=18)] == [
+        (
+            "BU-VFY-332",
+            "warning",
+            "memory that may be locked is limited: a login 64 KiB; NCCL cannot register larger buffers with mlx5_0",
+        )
+    ]
+
+
 def fabric(state: str, status: str = "Success") -> Change:
     """Return a change of every GPU's fabric."""
 

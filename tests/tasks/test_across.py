@@ -185,7 +185,7 @@ def test_the_command_of_a_part_on_gpus() -> None:
     argv = across.command(meeting, SECOND, part())
     assert argv[:8] == [
         *("env", "-i", "BRINGUP_RUN_ID=r1", "BRINGUP_RUN_LOCK=/run/bringup/run.lock", "OMP_NUM_THREADS=1"),
-        *("PATH=/usr/bin", "TMPDIR=/run/bringup/across", "sh"),
+        *("PATH=/usr/bin", "PATIENCE_S=45", "TMPDIR=/run/bringup/across"),
     ]
     assert argv[argv.index("/env/bin/python") - 2 : argv.index("/env/bin/python")] == [
         "/run/bringup/documents/allreduce_across.json",
@@ -224,6 +224,7 @@ def test_a_part_ends_when_its_run_is_over(tmp_path: Path, holder: Answer, part: 
     left.parent.mkdir()
     left.write_text("of an earlier run")
     variables = {"PATH": "/usr/bin:/bin", "TMPDIR": str(scratch), "BRINGUP_RUN_ID": "r1", "BRINGUP_RUN_LOCK": str(lock)}
+    variables["PATIENCE_S"] = "45"
     argv = ["sh", "-c", across._SCRIPTED, str(left), str(tmp_path / "note"), "sh", "-c", f'test -d "$TMPDIR"; {part}']
     begun = time.monotonic()
     done = subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=30)
@@ -233,10 +234,28 @@ def test_a_part_ends_when_its_run_is_over(tmp_path: Path, holder: Answer, part: 
     assert not left.exists()
 
 
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [('{"message": "nccl took more than 60 s"}', 1), ("null", 0)],
+    ids=["a rank failed", "none did"],
+)
+def test_torchrun_does_not_wait_for_ever_once_a_rank_has_failed(tmp_path: Path, error: str, status: int) -> None:
+    lock, note = tmp_path / "run.lock", tmp_path / "note"
+    lock.write_text('{"run": "r1"}\n')
+    variables = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path / "s"), "BRINGUP_RUN_ID": "r1", "PATIENCE_S": "2"}
+    part = f"""printf '%s' '{{"error": {error}}}' > {note}; trap '' TERM; exec sleep 8"""
+    argv = ["sh", "-c", across._SCRIPTED, str(tmp_path / "a"), str(note), "sh", "-c", part]
+    begun = time.monotonic()
+    done = subprocess.run(argv, env={**variables, "BRINGUP_RUN_LOCK": str(lock)}, capture_output=True, timeout=30)
+    assert done.returncode == status
+    assert (time.monotonic() - begun < 7) is bool(status)
+    assert not (tmp_path / "s").exists()
+
+
 def test_a_part_ends_when_the_lock_falls(tmp_path: Path) -> None:
     lock = tmp_path / "run.lock"
     lock.write_text('{"run": "r1"}\n')
-    variables = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path / "s"), "BRINGUP_RUN_ID": "r1"}
+    variables = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path / "s"), "BRINGUP_RUN_ID": "r1", "PATIENCE_S": "45"}
     argv = ["sh", "-c", across._SCRIPTED, str(tmp_path / "a"), str(tmp_path / "b"), "sleep", "60"]
     process = subprocess.Popen(argv, env={**variables, "BRINGUP_RUN_LOCK": str(lock)})
     time.sleep(1.5)
