@@ -113,7 +113,7 @@ class Verdict:
                 "backend": name,
                 "state": "not_run",
                 "payload_bytes": payload,
-                "reason": "one operation would take longer than 2 s between these hosts",
+                "reason": f"{payload >> 20} MiB: one operation would take longer than 2 s between these hosts",
             }
             for name, entry in document.backends.items()
             for payload in entry.left_out_bytes
