@@ -198,6 +198,22 @@ def test_the_host_at_fault(parts: list[Ended], expected: object) -> None:
 
 
 @pytest.mark.parametrize(
+    "lost",
+    [
+        "DistBackendError: [1] is setting up NCCL communicator: Failed to recv, got 0 bytes. Connection was likely closed.",
+        "DistBackendError: NCCL: unhandled system error: connect to 10.0.0.1<54053> failed : Network is unreachable",
+        "DistBackendError: NCCL: unhandled system error: connect to 10.0.0.1<54053> failed : No route to host",
+        "DistBackendError: NCCL: remote process exited or there was a network error: socketProgress: gone",
+        "told to end by SIGTERM: another rank ended or the run was stopped in measure of nccl",
+    ],
+)
+def test_who_only_lost_the_other_host_is_not_blamed(lost: str) -> None:
+    own = "OutOfMemoryError: CUDA out of memory"
+    parts = [Ended("gpu-01", 1, "", note(0, lost)), Ended("gpu-02", 1, "", note(1, own))]
+    assert judged(*parts) == blamed("gpu-02", "BU-VFY-234", f"the run across hosts failed on gpu-02: {own}")
+
+
+@pytest.mark.parametrize(
     ("parts", "cause"),
     [
         pytest.param(

@@ -176,7 +176,7 @@ _SIGNALLED = re.compile(r"Signal \d+ \((SIG\w+)\) received by PID|exitcode\s*:\s
 _OURS = "SIGTERM"  # torchrun ends the ranks that are left with it
 _CONNECTION = re.compile(
     r"[Cc]onnection (?:was likely )?(?:closed|reset|refused)|[Bb]roken pipe|timed? ?out|took more than"
-    r"|remote process exited|Failed to recv|No route to host|Network is unreachable"
+    r"|remote process exited|No route to host|Network is unreachable"
     r"|ncclRemoteError|ncclSystemError|DistNetworkError|DistStoreError|told to end|Connect call failed",
 )
 _NO_INTERFACE = re.compile(r"no socket interface found")
