@@ -410,6 +410,32 @@ def test_a_drain_that_never_ends_is_bounded_and_leaves_nothing(history: History)
     assert alive("sleep 8640") == []
 
 
+ORPHANS = """
+import os, signal, sys, time
+from bringup.commands.crew import EngineCrew, Hook
+from bringup.history import History, open_rollout
+history = History.open(sys.argv[1])
+hook = Hook(drain=f"touch {sys.argv[2]}; sleep 86405 | sleep 86406")
+crew = EngineCrew("x.py", history, {"gpu-1": hook}, {}, hook_limit_s=1.0)
+crew.begin(open_rollout(history, "ro1").rollout, "drain", ["gpu-1"])
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.02)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_drain_is_bounded_even_when_its_controller_was_killed(history: History, tmp_path: Path) -> None:
+    begun(history)
+    url = f"sqlite:///{tmp_path / 'history.db'}"
+    ended = subprocess.run([sys.executable, "-c", ORPHANS, url, str(tmp_path / "begun")], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert alive("sleep 8640") != []
+    deadline = time.monotonic() + 30
+    while alive("sleep 8640") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert alive("sleep 8640") == []
+
+
 def test_a_crew_that_is_stopped_ends_its_hooks(history: History) -> None:
     crew = hooked(history, Hook(drain="sleep 86403 | cat"))
     crew.begin(begun(history).rollout, "drain", ["gpu-1"])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,15 @@ import typer
 from typer.testing import CliRunner
 
 from bringup import engine
-from bringup.commands.rollout import _nothing_to_do, _planned, _said, _show_plan, resume_command, rollout
+from bringup.commands.rollout import (
+    _interruptible,
+    _nothing_to_do,
+    _planned,
+    _said,
+    _show_plan,
+    resume_command,
+    rollout,
+)
 from bringup.errors import BringupError, InputError
 from bringup.history import History, list_rollouts, open_rollout, rollout_subject, start_rollout, take_lease
 from bringup.report.records import RolloutResults
@@ -318,6 +329,22 @@ def test_hosts_of_two_stacks_are_no_rollout(inventory: str) -> None:
         file.write('fleet[0][1]["bringup_stack"] = "sglang-0.5.9-cu130"\n')
     with pytest.raises(InputError, match="a rollout brings hosts to one stack, and these have 2"):
         run(inventory, "--yes")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_rollout_that_is_ended_by_a_signal_says_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    def conducted() -> None:
+        with _interruptible("bringup rollout x.py --resume"):
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+
+    before = signal.getsignal(number)
+    with pytest.raises(typer.Exit) as ended:
+        conducted()
+    assert (ended.value.exit_code, signal.getsignal(number)) == (130, before)
+    assert capsys.readouterr().err.endswith("  go on with: bringup rollout x.py --resume\n")
 
 
 def test_the_command_that_goes_on_can_be_pasted() -> None:

@@ -44,6 +44,8 @@ CUTOVER: Mapping[Pass, tuple[str, ...]] = {
 }
 # The rollout itself drains before the cutover and undrains after the gate, so the tasks in between must not.
 _NO_HOOKS = {"drain": "true", "undrain": "true"}
+# How long after its limit a hook ends whose controller is not there to end it.
+_GRACE_S = 2.0
 _DRIVER_PATHS = ("driver.", "kernel.", "fabric.")
 
 
@@ -274,19 +276,21 @@ class EngineCrew:
         """Run a command and return why it failed, None when it did not.
 
         It gets a process group of its own, and all of it is ended at the limit: a pipeline would survive the
-        end of its shell.
+        end of its shell. ``timeout`` of coreutils does that for a controller that was killed meanwhile.
         """
+        bounded = ["timeout", "--signal=KILL", f"{self.hook_limit_s + _GRACE_S:.3f}", "/bin/sh", "-c", command]
         environment = {**os.environ, "BRINGUP_HOST": host, "BRINGUP_ROLLOUT": rollout_id, "BRINGUP_STEP": step}
-        process = subprocess.Popen(
-            command,
-            shell=True,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
         with self._lock:
+            if self._is_stopped:
+                raise BringupError("the rollout was stopped")
+            process = subprocess.Popen(
+                bounded,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             self._hooks_running.add(process.pid)
         try:
             said, _ = process.communicate(timeout=self.hook_limit_s)

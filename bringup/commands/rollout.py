@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -191,6 +192,8 @@ def rollout(
             server=server,
             secrets={secret for host in hosts for secret in host["secrets"]},
         )
+        again = resume_command(inventory, stack, lock, executor, drain_limit_s=drain_limit_s, parallel=parallel)
+        exits.enter_context(_interruptible(again))
         end = conduct(
             history,
             log,
@@ -199,8 +202,31 @@ def rollout(
             lease=lease,
             resumed=_resumed(log, target["digest"], look, without) if resume else None,
         )
-    again = resume_command(inventory, stack, lock, executor, drain_limit_s=drain_limit_s, parallel=parallel)
     _finish(end, again, json=json, is_stream=events_to == "-")
+
+
+@contextmanager
+def _interruptible(resume: str) -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a rollout as Ctrl-C does, and say how to go on.
+
+    Hooks and workers are ended then and the lease is given back, so that the next controller need not wait for it.
+    """
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: a host may be drained still\n  go on with: {resume}", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def conduct(
