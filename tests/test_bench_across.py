@@ -200,7 +200,7 @@ def test_the_host_at_fault(parts: list[Ended], expected: object) -> None:
 @pytest.mark.parametrize(
     "lost",
     [
-        "DistBackendError: [1] is setting up NCCL communicator: Failed to recv, got 0 bytes. Connection was likely closed.",
+        "DistBackendError: [1] is setting up NCCL: Failed to recv, got 0 bytes. Connection was likely closed.",
         "DistBackendError: NCCL: unhandled system error: connect to 10.0.0.1<54053> failed : Network is unreachable",
         "DistBackendError: NCCL: unhandled system error: connect to 10.0.0.1<54053> failed : No route to host",
         "DistBackendError: NCCL: remote process exited or there was a network error: socketProgress: gone",
