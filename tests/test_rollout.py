@@ -801,6 +801,22 @@ def test_a_host_that_is_as_wanted_is_not_drained_but_put_back(
     assert [opened(rollout).wave] == waves
 
 
+def test_where_the_canary_was_as_wanted_the_first_wave_is_no_larger_than_a_canary() -> None:
+    rollout = begin(8, canary=1, limit=8)
+    assert [len(wave) for wave in rollout.waves] == [1, 2, 4, 1]
+    for at in range(1, 9):
+        rollout = advance(rollout, StepBegun(1.0, f"gpu-{at}", "prepare"))
+        rollout = advance(rollout, StepEnded(2.0, f"gpu-{at}", "prepare", True, is_as_wanted=at <= 3))
+    waves = []
+    while not rollout.is_over:
+        rollout = opened(rollout)
+        waves.append(rollout.wave)
+        for step in ("drain", "cutover", "gate", "undrain"):
+            for name in waves[-1]:
+                rollout = did(rollout, name, step)
+    assert waves == [("gpu-4",), ("gpu-5", "gpu-6", "gpu-7"), ("gpu-8",)]
+
+
 def test_hosts_without_gpus_that_cannot_be_prepared_do_not_stop_the_others() -> None:
     hosts = (*fleet(4), *(RolloutHost(f"login-{at}", has_gpus=False) for at in range(3)))
     waves, limits = plan_waves(hosts, 1, 2, Limit(1)), Limits(Limit(1))

@@ -70,7 +70,9 @@ def _wave_from(rollout: Rollout, planned: Wave) -> Wave:
     )
     if not ready:
         return ()
-    return next_wave(ready, len(planned), Room(rollout.hosts, rollout.limits, rollout.unavailable))
+    # Where the canary was as wanted already, nothing was cut over yet, and whoever is first is the canary.
+    size = len(planned) if rollout.wave_number else min(len(planned), len(rollout.waves[0]))
+    return next_wave(ready, size, Room(rollout.hosts, rollout.limits, rollout.unavailable))
 
 
 def _steps(rollout: Rollout, names: Iterable[str]) -> tuple[Do, ...]:
