@@ -58,8 +58,8 @@ def _hook(host: Host, command: str | None, name: str) -> Finding | None:
         return _failed(name, f"it did not end within {HOOK_LIMIT_S} s", None)
     if process.returncode == 0:
         return None
-    # A hook that fails may print what it was given.
-    said = hide(output.decode("utf-8", "replace"), environment).strip().splitlines()
+    # A hook that fails may print what it was given, and what it says goes to the host on a command line.
+    said = hide(output.decode("utf-8", "replace"), environment, host.data.dict()).strip().splitlines()
     return _failed(name, said[-1][:300] if said else "it said nothing", process.returncode)
 
 

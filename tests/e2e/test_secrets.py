@@ -41,12 +41,14 @@ guarded = ([(name, {{**data, **{own!r}}}) for name, data in hosts], {{**known, *
 """
 
 DRAIN = """test -n "$HOOK_TOKEN" && echo "drained $BRINGUP_HOST" && test -z "$HOOK_FAILS" || \
-    {{ echo "the scheduler refused the token $HOOK_TOKEN"; exit 1; }}"""
+    {{ echo "the scheduler refused the token $HOOK_TOKEN of $(cat {site_password})"; exit 1; }}"""
 
 EXPECTED = {
     "plan": 1,
     "apply with a wrong password": 1,
     "apply with a hook that fails": 1,
+    "rollout with a hook that fails": 1,
+    "rollout that is ended": 0,
     "apply": 0,
     "apply again": 0,
     "drift": 0,
@@ -56,6 +58,8 @@ EXPECTED = {
     "history": 0,
     "history of run 0": 0,
     "history of run 1": 0,
+    "history of run 2": 0,
+    "history of rollouts": 0,
     "status": 0,
     "history that cannot be reached": 2,
     "history with a URL that is none": 2,
@@ -113,6 +117,7 @@ def inventory(guarded: Guarded, name: str, **more: str) -> str:
     """Write an inventory whose data hold secrets, as people write them, and return its path."""
     planted, site = guarded.canaries.by_name, guarded.site
     server = site.url.removeprefix("http://")
+    site_password = guarded.inputs / "site_password"
     flashinfer = f"http://inv:{planted['index in the inventory']}@{server}/wheels/flashinfer/simple"
     common = {
         "ssh_user": "operator",
@@ -126,11 +131,12 @@ def inventory(guarded: Guarded, name: str, **more: str) -> str:
         "bringup_apt_key": str(guarded.lab.layout.mirror / KEY),
         "bringup_indexes": {"flashinfer": flashinfer},
         "bringup_proxy": f"http://proxy:{planted['proxy']}@{server}",
-        "bringup_drain": DRAIN.format(),
+        "bringup_drain": DRAIN.format(site_password=site_password),
         "bringup_undrain": "true",
         "site_password": planted["data of the group"],
         **more,
     }
+    site_password.write_text(planted["data of the group"])
     path = guarded.inputs / f"{name}.py"
     path.write_text(INVENTORY.format(own={"bmc": {"password": planted["data of the host"]}}, common=common))
     return str(path)
@@ -170,6 +176,9 @@ def scenario(guarded: Guarded) -> None:
     run("plan", "plan", hosts, "-vv")
     run("apply with a wrong password", "apply", hosts, "--yes", "-vv", "--events", "-", **wrong)
     run("apply with a hook that fails", "apply", hosts, "--yes", "--events", f"{events}-hook", HOOK_FAILS="1")
+    told = ["--json", "--events", f"{events}-rollout"]
+    run("rollout with a hook that fails", "rollout", hosts, "--yes", "-vv", *told, HOOK_FAILS="1")
+    run("rollout that is ended", "rollout", hosts, "--abort", "--json")
     run("apply", "apply", hosts, "--yes", "--json", "-vv", "--events", f"{events}-apply")
     run("apply again", "apply", hosts, "--yes")
     run("drift", "drift", hosts, "--json", "--deep", "-vv")
@@ -186,6 +195,7 @@ def scenario(guarded: Guarded) -> None:
     refused = [kept["id"] for kept in runs if kept["exit_code"] == 1]
     for number, name in enumerate(refused):
         run(f"history of run {number}", "history", name, "-v", *[f"{report}-{number}" for report in reports])
+    run("history of rollouts", "history", "--rollouts", "--json")
     run("status", "status")
     gone = f"postgresql://bringup:{planted['history']}@127.0.0.1:1/postgres"
     run("history that cannot be reached", "history", BRINGUP_HISTORY=gone)
@@ -265,6 +275,11 @@ def test_everything_that_was_planted_was_used(guarded: Guarded) -> None:
     assert [path for path in guarded.site.proxied if path.endswith(".whl")], "no wheel went through the proxy"
     assert guarded.watch.rounds > 100
     assert ("credentials", "0o600") in guarded.watch.kept, "nobody saw the credentials file"
+
+
+def test_the_hook_of_the_rollout_failed_with_secrets_in_its_words(guarded: Guarded) -> None:
+    halt = json.loads(guarded.said["rollout with a hook that fails: stdout"])["halt"]
+    assert halt == f"{HOST}: drain failed: the drain command ended with 1: the scheduler refused the token *** of ***"
 
 
 def test_no_output_gives_a_secret_away(guarded: Guarded) -> None:
