@@ -409,7 +409,7 @@ def dumped(url: str, tmp_path: Path) -> bytes:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("postgresql://ops:hunter2@127.0.0.1:1/x", r"postgresql\+psycopg://ops:\*\*\*@127.0.0.1:1/x cannot be used"),
+        ("postgresql://ops:hunter2@127.0.0.1:1/x", r"at postgresql://ops:\*\*\*@127.0.0.1:1/x cannot be used"),
         ("mysql://ops:hunter2@h/x", "the history can be SQLite or PostgreSQL, found mysql"),
         ("postgresql://ops:hunter2@h:port/x", "the URL of the history cannot be read"),
         ("hunter2", "the URL of the history cannot be read"),

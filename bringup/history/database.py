@@ -48,7 +48,8 @@ class Database:
     @property
     def shown_url(self) -> str:
         """Return the URL without its password."""
-        return self.url.render_as_string(hide_password=True)
+        # As it was written: which driver reads it is nobody's concern.
+        return self.url.set(drivername=self.url.get_backend_name()).render_as_string(hide_password=True)
 
     def close(self) -> None:
         """Close every connection."""
