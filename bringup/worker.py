@@ -524,9 +524,16 @@ def choose(inventory: Inventory, limit: tuple[str, ...], exclude: tuple[str, ...
     is left.
     """
     hosts = list(inventory)
+    names_of: dict[str, set[str]] = {}
+    for host in hosts:
+        for word in (host.name, *host.groups):
+            names_of.setdefault(word, set()).add(host.name)
 
     def named(pattern: str) -> set[str]:
-        found = {host.name for host in hosts if fnmatchcase(host.name, pattern) or pattern in host.groups}
+        # A rollout names its hosts one by one, and there may be thousands of them.
+        is_plain = not any(character in pattern for character in "*?[")
+        matching = () if is_plain else (host.name for host in hosts if fnmatchcase(host.name, pattern))
+        found = names_of.get(pattern, set()).union(matching)
         if not found:
             raise InputError(
                 f"{pattern!r} matches no host of the inventory",

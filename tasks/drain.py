@@ -11,6 +11,7 @@ from pyinfra.api.host import Host
 
 from bringup import facts
 from bringup.finding import Finding
+from bringup.hook import bounded
 from bringup.secret import hide
 
 HOOK_LIMIT_S = 1800
@@ -42,8 +43,7 @@ def _hook(host: Host, command: str | None, name: str) -> Finding | None:
     environment = {**os.environ, "BRINGUP_HOST": host.name, "BRINGUP_RUN_ID": facts.run_id()}
     # A group of its own: a pipeline outlives the shell that is killed at the limit, and would hold us up.
     process = subprocess.Popen(
-        command,
-        shell=True,
+        bounded(command, HOOK_LIMIT_S),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

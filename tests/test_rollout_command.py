@@ -85,7 +85,8 @@ def test_a_dry_run_shows_stages_and_hosts_with_the_canary_first_and_begins_nothi
     ]
     code, out, _ = run(inventory, "--dry-run", "--json", "--limit", "gpu-1*", "--canary", "gpu-10")
     assert code == 0
-    assert json.loads(out)["waves"] == [["gpu-10"], ["gpu-1"]]
+    document = json.loads(out)
+    assert (document["waves"], document["status"]) == ([["gpu-10"], ["gpu-1"]], "planned")
     history = History.open()
     assert list_rollouts(history) == ()
     history.close()

@@ -19,6 +19,7 @@ from bringup.commands.conductor import Looked, Outcome
 from bringup.errors import BringupError
 from bringup.fork_server import ForkServer
 from bringup.history import History, Recorder
+from bringup.hook import bounded
 from bringup.report import events
 from bringup.report.masking import Masker
 from bringup.report.results import HostResult, Results
@@ -44,8 +45,6 @@ CUTOVER: Mapping[Pass, tuple[str, ...]] = {
 }
 # The rollout itself drains before the cutover and undrains after the gate, so the tasks in between must not.
 _NO_HOOKS = {"drain": "true", "undrain": "true"}
-# How long after its limit a hook ends whose controller is not there to end it.
-_GRACE_S = 2.0
 _DRIVER_PATHS = ("driver.", "kernel.", "fabric.")
 
 
@@ -276,15 +275,14 @@ class EngineCrew:
         """Run a command and return why it failed, None when it did not.
 
         It gets a process group of its own, and all of it is ended at the limit: a pipeline would survive the
-        end of its shell. ``timeout`` of coreutils does that for a controller that was killed meanwhile.
+        end of its shell.
         """
-        bounded = ["timeout", "--signal=KILL", f"{self.hook_limit_s + _GRACE_S:.3f}", "/bin/sh", "-c", command]
         environment = {**os.environ, "BRINGUP_HOST": host, "BRINGUP_ROLLOUT": rollout_id, "BRINGUP_STEP": step}
         with self._lock:
             if self._is_stopped:
                 raise BringupError("the rollout was stopped")
             process = subprocess.Popen(
-                bounded,
+                bounded(command, self.hook_limit_s),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

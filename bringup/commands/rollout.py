@@ -457,7 +457,7 @@ def _nothing_to_do(started: Started, *, json: bool) -> NoReturn:
 
 def _begun_by_nobody(started: Started) -> RolloutResults:
     # An id would be looked for in the history, and nothing has begun.
-    return RolloutResults.of(replay([started])).model_copy(update={"rollout": ""})
+    return RolloutResults.of(replay([started])).model_copy(update={"rollout": "", "status": "planned"})
 
 
 def _show_plan(started: Started, looked: Results, *, json: bool) -> NoReturn:

@@ -90,7 +90,8 @@ class RolloutSummary(Model):
 class RolloutResults(Model):
     """Be the one document of ``bringup rollout``.
 
-    ``halt`` says why it stopped, ``resume`` is the command that goes on, None where nothing is left to do.
+    ``status`` is ``planned`` for a dry run. ``halt`` says why it stopped, ``resume`` is the command that goes on,
+    None where nothing is left to do.
     ``wave`` is the open wave.
     """
 
@@ -98,7 +99,7 @@ class RolloutResults(Model):
     command: Literal["rollout"] = "rollout"
     rollout: str
     stack: StackRef
-    status: Status
+    status: Status | Literal["planned"]
     halt: str | None = None
     resume: str | None = None
     passes: tuple[Pass, ...]
