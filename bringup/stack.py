@@ -42,6 +42,8 @@ M = TypeVar("M", bound=BaseModel)
 
 _TOOLKIT = re.compile(r"\d+\.\d+")
 _DRIVER_VERSION = re.compile(r"\d{3}\.\d{1,3}(\.\d{1,3})?")
+_RELEASE = re.compile(r"[a-z]+\d+")
+_MINOR = re.compile(r"3\.1[1-3]")
 _SONAME = re.compile(r"lib[A-Za-z0-9_+.-]+\.so(\.\d+)*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -204,11 +206,18 @@ class Patch(_Model):
 
 
 class Python(_Model):
-    """The Python environment. ``interpreter`` is a minor, or ``existing:PATH``: checked, never built."""
+    """The Python environment. ``interpreter`` is a minor, or ``existing:PATH``: checked, never built.
+
+    ``interpreters`` names another minor for hosts of a distribution release such as ``debian13``.
+    """
 
     interpreter: Annotated[
         str, _Matching(re.compile(r"3\.1[1-3]|existing:/.+"), "3.11, 3.12, 3.13 or existing:/path")
     ] = "3.12"
+    interpreters: Mapping[
+        Annotated[str, _Matching(_RELEASE, "a release such as debian13")],
+        Annotated[str, _Matching(_MINOR, "3.11, 3.12 or 3.13")],
+    ] = Field(default_factory=dict)
     cuda: ToolkitVersion
     indexes: tuple[Index, ...] = Field(default=(), alias="index")
     steps: tuple[Step, ...] = Field(default=(), alias="step")
@@ -220,6 +229,10 @@ class Python(_Model):
         """Return the path of an existing environment, or None when bringup builds one."""
         return self.interpreter.removeprefix("existing:") if self.interpreter.startswith("existing:") else None
 
+    def interpreter_of(self, release: str) -> str:
+        """Return the minor that hosts of a release, such as ``debian13-x86_64``, take."""
+        return self.interpreters.get(release.partition("-")[0], self.interpreter)
+
     @property
     def cuda_label(self) -> str:
         """Return the local version label of this CUDA build, such as ``cu130``."""
@@ -229,6 +242,8 @@ class Python(_Model):
     def _is_whole(self) -> Self:
         if self.existing is None and not self.steps:
             raise ValueError("step: wanted at least one step, or interpreter = 'existing:PATH'")
+        if self.existing is not None and self.interpreters:
+            raise ValueError("interpreters: wanted none, the environment is an existing one")
         for kind, names in (
             ("step", [step.name for step in self.steps]),
             ("index", [index.name for index in self.indexes]),
@@ -373,6 +388,9 @@ class Stack(_Model):
     def digest(self) -> str:
         """Return the digest of everything this stack asks for, its lock included; a pin names it."""
         wanted = self.model_dump(mode="json", by_alias=True, exclude={"description"})
+        if not self.python.interpreters:
+            # Stacks that do not use it keep the digest that hosts know them by.
+            del wanted["python"]["interpreters"]
         locked = self.lock.model_dump(mode="json", by_alias=True) if self.lock else None
         return _digest({"stack": wanted, "lock": locked})
 

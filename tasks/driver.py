@@ -32,9 +32,9 @@ def packages(context: Context) -> Commands:
     assert locked is not None  # preflight refuses a host whose release the lock does not hold
     kind = wanted.fabric_kind(context.stack, context.state)
     fabric = locked.fabric.get(kind, ()) if kind in ("nvswitch", "nvlink5") else ()
-    headers = missing_headers(context.state)
-    if headers:
-        yield apt.install_named("kernel-headers", headers)
+    missing = missing_for_the_build(context.state)
+    if missing:
+        yield apt.install_named("kernel-headers", missing)
     pinning = [package.name for package in locked.driver if package.name.startswith("nvidia-driver-pinning")]
     yield apt.install(
         "driver-packages",
@@ -45,18 +45,20 @@ def packages(context: Context) -> Commands:
     )
 
 
-def missing_headers(state: HostState) -> tuple[str, ...]:
-    """Return the header packages that dkms needs and misses, for the running kernel and the one that boots next.
+def missing_for_the_build(state: HostState) -> tuple[str, ...]:
+    """Return the packages that dkms needs and misses: headers of the running kernel and of the next, a compiler.
 
-    Without them dkms only registers the module: the packages install cleanly and no driver comes up.
+    Without headers dkms only registers the module: the packages install cleanly and no driver comes up. From
+    Debian 13 it recommends a compiler and no longer depends on one, and recommended packages are not installed.
     """
     if isinstance(state.kernel, Unknown):
         return ()
     releases = dict.fromkeys((state.kernel.release, state.kernel.next_release or state.kernel.release))
     found = {release: state.kernel.find(release) for release in releases}
-    return tuple(
+    headers = tuple(
         f"linux-headers-{release}" for release, kernel in found.items() if kernel is None or not kernel.has_headers
     )
+    return headers if state.kernel.default_compiler else (*headers, "gcc")
 
 
 @converges("driver.hold", "kernel.hold")

@@ -149,7 +149,7 @@ def order(context: Context, generation: int) -> tuple[dict[str, Any], dict[str, 
         "digest": digest,
         "generation": generation,
         "platform": key,
-        "python": stack.python.interpreter,
+        "python": wanted.interpreter(stack, context.state),
         "uv": uv_path(),
         "proxy": proxy or None,
         "steps": steps,
@@ -218,7 +218,7 @@ def environment(context: Context) -> Commands:
     if damaged is not None:
         yield run.command("heal", damaged, *_deep(context))
     yield run.command("create")
-    yield from run.judge(guard.created(run.last("create"), stack.python.interpreter))
+    yield from run.judge(guard.created(run.last("create"), built["python"]))
     for step, locked in step_pairs(stack, built["platform"]):
         if run.is_refused:
             return

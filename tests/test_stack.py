@@ -135,6 +135,9 @@ STACK_ERRORS: list[tuple[str, str, object, str]] = [
     ("no python", "python", None, "s.toml: missing required value in 'python'"),
     ("interpreter", "python/interpreter", "3.10", "s.toml: 'python.interpreter': wanted 3.11, 3.12, 3.13 or existing:/path, found '3.10'"),
     ("existing at a relative path", "python/interpreter", "existing:venv", "s.toml: 'python.interpreter': wanted 3.11, 3.12, 3.13 or existing:/path, found 'existing:venv'"),
+    ("interpreter of a release", "python/interpreters", {"debian13": "3.14"}, "s.toml: 'python.interpreters.debian13': wanted 3.11, 3.12 or 3.13, found '3.14'"),
+    ("interpreter of no release", "python/interpreters", {"trixie": "3.13"}, "s.toml: 'python.interpreters.trixie': wanted a release such as debian13, found 'trixie'"),
+    ("interpreter of a release beside an existing one", "python", {"interpreter": "existing:/v", "cuda": "13.0", "interpreters": {"debian13": "3.13"}}, "s.toml: 'python': interpreters: wanted none, the environment is an existing one"),
     ("no CUDA of the environment", "python/cuda", None, "s.toml: missing required value in 'python.cuda'"),
     ("no step", "python/step", [], "s.toml: 'python': step: wanted at least one step, or interpreter = 'existing:PATH'"),
     ("a step twice", "python/step", [{"name": "a", "requirements": ["a"]}] * 2, "s.toml: 'python': step: a stands twice"),
@@ -336,6 +339,8 @@ def test_environment_digest_of_what_is_not_locked_is_none() -> None:
     [
         pytest.param({"description": "words"}, True, id="description"),
         pytest.param({"driver__version": "580.159.04"}, False, id="driver"),
+        pytest.param({"python__interpreters": {}}, True, id="no interpreter of a release"),
+        pytest.param({"python__interpreters": {"debian13": "3.13"}}, False, id="interpreter of a release"),
         pytest.param({FILE + "sha256": "1" * 64}, False, id="locked file"),
         pytest.param({"verify__gpus": 4}, False, id="verify"),
     ],

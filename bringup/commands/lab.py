@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,6 +61,15 @@ def up(
             help="Shape of one new host, HOST=TRAIT[,TRAIT]; traits: " + ", ".join(Trait), metavar="HOST=TRAIT"
         ),
     ] = None,
+    release: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Distribution release of new hosts, or with HOST= of one, such as debian13.  "
+            "[default: this machine's]",
+            metavar="[HOST=]RELEASE",
+            show_default=False,
+        ),
+    ] = None,
     stack: Annotated[
         list[str] | None,
         typer.Option(
@@ -74,7 +84,9 @@ def up(
 ) -> None:
     """Bring the lab up: base image, package mirror, network, hosts, locks. What runs already is left alone."""
     lab = Lab.open(state_dir, addresses, tell=_tell)
-    came = lab.up(hosts, gpus, dict(_parse_variant(text) for text in variant or []))
+    came = lab.up(
+        hosts, gpus, dict(_parse_variant(text) for text in variant or []), _parse_releases(release or [], hosts)
+    )
     record = lab.record()
     locks = {name: _make_ready(name, lab, record) for name in dict.fromkeys((*LOOK_ALIKE_STACKS, *(stack or ())))}
     if as_json:
@@ -187,13 +199,15 @@ def _make_ready(name: str, lab: Lab, record: LabRecord) -> LabLock:
         )
     committed = load_stack(path)
     if committed.lock and committed.lock.wheels:
-        locking.fetch_into_mirror(
-            committed.lock,
-            lab.layout.mirror,
-            platform=f"cp{committed.python.interpreter.replace('.', '')}-{platform.machine()}",
-            sources=Sources.of(committed.python.indexes),
-            say=lambda line: _tell(f"mirror: {line}"),
-        )
+        minors = {committed.python.interpreter_of(host.release or "") for host in record.hosts.values()}
+        for minor in sorted(minors):
+            locking.fetch_into_mirror(
+                committed.lock,
+                lab.layout.mirror,
+                platform=f"cp{minor.replace('.', '')}-{platform.machine()}",
+                sources=Sources.of(committed.python.indexes),
+                say=lambda line: _tell(f"mirror: {line}"),
+            )
     return made
 
 
@@ -208,12 +222,26 @@ def _parse_variant(text: str) -> tuple[str, tuple[Trait, ...]]:
     return name, chosen
 
 
+def _parse_releases(texts: Sequence[str], hosts: int) -> dict[str, str]:
+    """Return the release of each host that was named, alone or among all."""
+    everywhere = [text for text in texts if "=" not in text]
+    if len(everywhere) > 1:
+        raise InputError(f"--release {everywhere[-1]}", why=f"all hosts are of {everywhere[0]} already")
+    chosen = dict.fromkeys((f"gpu-{number:02d}" for number in range(1, hosts + 1)), *everywhere) if everywhere else {}
+    for text in texts:
+        name, found, release = text.partition("=")
+        if found:
+            chosen[name] = release
+    return chosen
+
+
 def _hosts(lab: Lab) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "address": str(host.plan.address),
             "boots": host.boots(),
             "gpus": host.plan.gpus,
+            "release": host.plan.release,
             "state": host.state(),
             "traits": list(host.plan.traits),
         }
@@ -228,10 +256,11 @@ def _print_json(command: str, lab: Lab, **fields: Any) -> None:
 
 def _print_table(lab: Lab) -> None:
     table = Table(box=None, pad_edge=False)
-    for heading in ("host", "address", "state", "gpus", "shape"):
+    for heading in ("host", "address", "state", "release", "gpus", "shape"):
         table.add_column(heading, no_wrap=True)
     for name, host in lab.hosts.items():
-        table.add_row(name, str(host.plan.address), host.state(), host.plan.gpus, ", ".join(host.plan.traits))
+        plan = host.plan
+        table.add_row(name, str(plan.address), host.state(), plan.release, plan.gpus, ", ".join(plan.traits))
     console = Console()
     # A pipe has no width; a line broken in two is no line for grep.
     Console(width=None if console.is_terminal else 200).print(table)

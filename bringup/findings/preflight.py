@@ -199,7 +199,7 @@ def interpreter(stack: Stack, state: HostState) -> Iterator[Finding]:
     """Refuse a host without the wanted Python; one without its headers is told what they are for."""
     if stack.python.existing is not None or isinstance(state.python, Unknown):
         return
-    minor = stack.python.interpreter
+    minor = wanted.interpreter(stack, state)
     found = state.python.interpreters.get(minor)
     if found is None:
         have = sorted(state.python.interpreters)
@@ -207,7 +207,7 @@ def interpreter(stack: Stack, state: HostState) -> Iterator[Finding]:
             code="BU-PRE-008",
             severity="error",
             cause=f"the host has no Python {minor}",
-            remedy=f"install python{minor}, or lock the stack for one that is there (python.interpreter)",
+            remedy=f"install python{minor}, or lock the stack for one that is there (python.interpreters)",
             evidence={"wanted": minor, "found": ", ".join(have) or None},
         )
     elif not found.has_headers:

@@ -8,12 +8,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import Event
 
 from bringup.lab.command import run
 from bringup.lab.layout import Layout
+from bringup.lab.process import is_alive, start_ticks
 from bringup.lab.source import Source
 
 RECIPE = 1
@@ -37,7 +38,10 @@ PACKAGES = (
     "systemd-sysv",
     "unattended-upgrades",
 )
-"""What a GPU server's bare installation has and bringup meets there; dkms brings the compiler."""
+"""What a GPU server's bare installation has and bringup meets there; dkms brings the compiler of Debian 12."""
+
+_MORE_PACKAGES = {"trixie": ("gcc",)}
+"""What a release needs besides; from Debian 13 dkms only recommends the compiler."""
 
 SUDO_USER = "operator"
 
@@ -94,6 +98,10 @@ _ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
 }
 
+_FOREIGN_HINT = (
+    "; a release newer than this machine needs a newer debootstrap, and newer archive keys, than it may have"
+)
+
 # The packages are bound into the image, which is cheaper than copying them, and unbound with the namespace.
 _INSTALL_SCRIPT = """\
 packages=$1 root=$2
@@ -108,9 +116,13 @@ chroot "$root" apt-get clean
 
 def digest(source: Source) -> str:
     """Return twelve hex digits of what decides the content of a base image, the mirror's address left out."""
-    parts = [RECIPE, source.codename, source.architecture, PACKAGES, _MASKED]
+    parts = [RECIPE, source.codename, source.architecture, _packages(source), _MASKED]
     parts += [_DPKG, _SSHD, _CLOUD]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+
+def _packages(source: Source) -> tuple[str, ...]:
+    return (*PACKAGES, *_MORE_PACKAGES.get(source.codename, ()))
 
 
 def rootfs(layout: Layout, source: Source) -> Path:
@@ -123,37 +135,50 @@ def ensure(layout: Layout, source: Source, *, tell: Callable[[str], None], stop:
 
     When another thread sets ``stop``, the work is given up at once and raises LabError.
     Built in a directory of another name and renamed when complete and on disk, so a base that is there is whole.
-    Needs about a minute, 650 MB, and the machine's distribution mirror.
+    Needs about a minute, 650 MB, and the machine's distribution mirror. The index of a release that is not the
+    machine's own is fetched from there too (10 MB); what signs it must be in the machine's keyring.
     """
     root = rootfs(layout, source)
     if root.is_dir():
         return root
     remove_unfinished(layout)
     layout.packages.joinpath("partial").mkdir(parents=True, exist_ok=True)
-    building = layout.bases / f".building-{os.getpid()}"
+    building = layout.bases / f".building-{os.getpid()}-{start_ticks(os.getpid())}"
     started = time.monotonic()
     tell(f"base image: debootstrap {source.codename}")
     _bootstrap(building / "rootfs", layout, source, stop)
     tell(f"base image: packages ({time.monotonic() - started:.0f} s)")
-    _install(building / "rootfs", layout, stop)
+    _install(building / "rootfs", layout, source, stop)
     _settle(building / "rootfs")
     run(["sync", "--file-system", str(building)], what="cannot write the base image out", timeout_s=600)
-    building.rename(root.parent)
+    try:
+        building.rename(root.parent)
+    except OSError:
+        # Labs may share their base images, and another one may have made this image meanwhile.
+        if not root.is_dir():
+            raise
+        shutil.rmtree(building)
     tell(f"base image: made in {time.monotonic() - started:.0f} s")
     return root
 
 
 def remove_unfinished(layout: Layout) -> None:
-    """Remove what an interrupted build left; the caller holds the lab's lock, so nobody is building."""
+    """Remove what interrupted builds left, and our own; labs that share their base images may be building."""
     for left in layout.bases.glob(".building-*"):
-        shutil.rmtree(left)
+        _, pid, ticks = left.name.split("-") if left.name.count("-") == 2 else ("", "0", "0")
+        if int(pid) == os.getpid() or not is_alive(int(pid), int(ticks)):
+            shutil.rmtree(left)
 
 
 def remove_unused(layout: Layout, keep: Iterable[Path]) -> None:
-    """Remove base images of older recipes: all but those in ``keep`` (roots) and those that are mounted somewhere."""
+    """Remove base images of older recipes, of the releases that ``keep`` (roots) is of.
+
+    Those in ``keep`` stay, and so does what is mounted somewhere.
+    """
     wanted = {root.parent for root in keep}
+    codenames = {image.name.rpartition("-")[0] for image in wanted}
     mounts = Path("/proc/self/mountinfo").read_text()
-    for image in layout.bases.glob("*-*/rootfs"):
+    for image in (found for codename in codenames for found in layout.bases.glob(f"{codename}-*/rootfs")):
         if image.parent not in wanted and f"lowerdir={image}," not in mounts:
             shutil.rmtree(image.parent)
 
@@ -181,25 +206,26 @@ def _bootstrap(root: Path, layout: Layout, source: Source, stop: Event) -> None:
         _contained("debootstrap", *options, source.codename, str(root), source.uri),
         environment=environment,
         what="debootstrap could not make the base image",
-        hint=f"its log: {root / 'debootstrap/debootstrap.log'}",
+        hint=f"its log: {root / 'debootstrap/debootstrap.log'}" + ("" if source.is_own else _FOREIGN_HINT),
         timeout_s=1800,
         stop=stop,
     )
 
 
-def _install(root: Path, layout: Layout, stop: Event) -> None:
+def _install(root: Path, layout: Layout, source: Source, stop: Event) -> None:
     """Install PACKAGES: fetched by this machine's apt (its mirrors, proxy and keys), installed by the image's."""
     hint = "run `apt-get update`: this machine's package lists may name files that its mirror no longer has"
+    index = {} if source.is_own else _foreign_index(root, source, stop)
     with tempfile.TemporaryDirectory(dir=layout.bases) as empty:
         Path(empty, "partial").mkdir()
         listing = run(
-            [*_apt(root, archives=empty), "--print-uris", "install", *PACKAGES],
+            [*_apt(root, archives=empty, more=index), "--print-uris", "install", *_packages(source)],
             what="apt cannot resolve the base image",
             hint=hint,
         )
     wanted = [line.split()[1] for line in listing.splitlines() if line.startswith("'")]
     run(
-        [*_apt(root, archives=str(layout.packages)), "--download-only", "install", *PACKAGES],
+        [*_apt(root, archives=str(layout.packages), more=index), "--download-only", "install", *_packages(source)],
         what="apt cannot fetch the packages of the base image",
         hint=hint,
         timeout_s=1200,
@@ -219,9 +245,39 @@ def _install(root: Path, layout: Layout, stop: Event) -> None:
     policy.unlink()
 
 
-def _apt(root: Path, *, archives: str) -> list[str]:
+def _foreign_index(root: Path, source: Source, stop: Event) -> dict[str, str]:
+    """Fetch the index of a release that this machine's apt does not know; return the options that make apt read it.
+
+    apt checks its signature. debootstrap left the same index in the image, so that it is seldom fetched again.
+    """
+    named = root / "etc/apt/sources.list"
+    named.write_text(source.apt_source())
+    options = {
+        "Acquire::GzipIndexes": "false",
+        "Dir::Cache::pkgcache": "",
+        "Dir::Cache::srcpkgcache": "",
+        "Dir::Etc::sourcelist": str(named),
+        "Dir::Etc::sourceparts": "-",
+        "Dir::State::lists": f"{root}/var/lib/apt/lists",
+    }
+    run(
+        [
+            *_apt(root, archives=f"{root}/var/cache/apt/archives", more=options),
+            "-o",
+            "APT::Update::Error-Mode=any",
+            "update",
+        ],
+        what=f"apt cannot read the index of {source.codename}",
+        timeout_s=600,
+        stop=stop,
+    )
+    return options
+
+
+def _apt(root: Path, *, archives: str, more: Mapping[str, str]) -> list[str]:
     """Return the machine's own apt-get, looking at what is installed in ``root``."""
     options = {
+        **more,
         "APT::Install-Recommends": "false",
         "Debug::NoLocking": "true",
         "Dir::Cache::archives": archives,

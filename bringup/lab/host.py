@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bringup.errors import HostError, LabError
 from bringup.lab import cgroup, mount, network, process, shape
 from bringup.lab.base import SUDO_USER
-from bringup.lab.mirror import Mirror
+from bringup.lab.mirror import RELEASES, Mirror
 from bringup.lab.shape import Trait
 
 _SUPERVISOR = "bringup.lab.supervisor"
@@ -40,6 +40,16 @@ class HostPlan(BaseModel):
     namespace: str
     group: str
     binds: dict[str, str] = {}
+
+    @property
+    def codename(self) -> str:
+        """Return the codename of the host's release; the directory of its base image begins with it."""
+        return self.base.parent.name.rpartition("-")[0]
+
+    @property
+    def release(self) -> str:
+        """Return the host's release as NVIDIA's repository names it, such as ``debian13``."""
+        return RELEASES[self.codename]
 
 
 class _Supervisor(BaseModel):

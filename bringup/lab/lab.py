@@ -21,7 +21,7 @@ from bringup.lab import base, keychain, mount, network, service, silicon, source
 from bringup.lab.guard import Guard, Undo
 from bringup.lab.host import Host, HostPlan, State
 from bringup.lab.layout import Layout, default_state_dir
-from bringup.lab.mirror import Mirror
+from bringup.lab.mirror import Mirror, codename_of
 from bringup.lab.network import Range
 from bringup.lab.record import HostEntry, LabRecord, SshEntry
 from bringup.lab.shape import Trait
@@ -117,47 +117,58 @@ class Lab:
         hosts: int = DEFAULT_HOSTS,
         gpus: str | Mapping[str, str] | None = None,
         traits: Mapping[str, Sequence[Trait]] | None = None,
+        releases: str | Mapping[str, str] | None = None,
     ) -> Came:
         """Bring the lab to at least ``hosts`` running hosts, gpu-01 onwards, and return what that took.
 
-        Hosts that run are left alone: no session is opened on them. ``gpus`` is for all hosts, or by host name;
-        for hosts it does not name, existing ones keep what they have and new ones get eight RTX PRO 6000. When
-        anything fails, or this process is killed, what this call started is taken down again. Raises LabError,
-        HostError and InputError.
+        Hosts that run are left alone: no session is opened on them. ``gpus`` and ``releases`` (``debian13``) are for
+        all hosts, or by host name; for hosts they do not name, existing ones keep what they have and new ones get
+        eight RTX PRO 6000 and this machine's release. When anything fails, or this process is killed, what this
+        call started is taken down again. Raises LabError, HostError and InputError.
         """
         started = time.monotonic()
         wanted = {f"gpu-{number:02d}": number for number in range(1, hosts + 1)}
         boards = dict.fromkeys(wanted, gpus) if isinstance(gpus, str) else dict(gpus or {})
         traits = traits or {}
-        self._check(wanted, boards, traits)
+        chosen = dict.fromkeys(wanted, releases) if isinstance(releases, str) else dict(releases or {})
+        self._check(wanted, boards, traits, chosen)
         with self._changing() as lock:
             has_network = network.check_free(self.addresses, self.layout.state_dir)
             existing = self.hosts
-            _check_kept(existing, boards, traits)
+            _check_kept(existing, boards, traits, chosen)
             down = [name for name, host in existing.items() if host.state() == "stopped"]
             new = [name for name in wanted if name not in existing]
             if has_network and self.is_up() and not down and not new:
                 # The mirror's recipe may be newer than the lab; what is built already is only checked.
-                self._write_record(service.build_mirror(self.layout, self.addresses, source.codename(), self._tell))
+                self._write_record(self._build_mirrors({host.plan.codename for host in existing.values()}))
                 return Came((), (), time.monotonic() - started)
+            codenames = {name: codename_of(chosen[name]) if name in chosen else source.codename() for name in new}
             undo = Undo(
                 state_dir=self.layout.state_dir, stop=(*down, *new), discard=tuple(new), network=not has_network
             )
             self.layout.range.write_text(f"{self.addresses}\n")
             with Guard(undo, lock):
-                root, mirror = self._prepare(needs_base=bool(new))
+                roots, mirrors = self._prepare(
+                    bases=set(codenames.values()), kept={host.plan.codename for host in existing.values()}
+                )
                 if not has_network:
                     network.make_bridge(self.addresses, self.layout.state_dir)
-                service.start_mirror(self.layout, self.addresses, mirror)
-                if any(Trait.PROXY_ONLY in chosen for chosen in traits.values()):
+                service.start_mirror(self.layout, self.addresses, next(iter(mirrors.values())))
+                if any(Trait.PROXY_ONLY in shape for shape in traits.values()):
                     service.start_proxy(self.layout, self.addresses)
                 plans = [
-                    self._plan(name, wanted[name], boards.get(name, DEFAULT_GPUS), traits.get(name, ()), root)
+                    self._plan(
+                        name,
+                        wanted[name],
+                        boards.get(name, DEFAULT_GPUS),
+                        traits.get(name, ()),
+                        roots[codenames[name]],
+                    )
                     for name in new
                 ]
                 self._write_known_hosts([*existing.values(), *plans])
-                self._boot([*(existing[name] for name in down), *plans], make=set(new), mirror=mirror)
-                self._write_record(mirror)
+                self._boot([*(existing[name] for name in down), *plans], make=set(new), mirrors=mirrors)
+                self._write_record(mirrors)
         return Came(tuple(new), tuple(down), time.monotonic() - started)
 
     def reset(self, name: str) -> None:
@@ -168,8 +179,7 @@ class Lab:
             with Guard(undo, lock):
                 host.stop()
                 host.discard()
-                mirror = service.build_mirror(self.layout, self.addresses, source.codename(), self._tell)
-                self._boot([host], make={name}, mirror=mirror)
+                self._boot([host], make={name}, mirrors=self._build_mirrors({host.plan.codename}))
 
     def restart(self, name: str) -> None:
         """Cut the host's power and boot it again; what it wrote stays."""
@@ -288,7 +298,11 @@ class Lab:
         self.host(name).signal(signal.SIGCONT)
 
     def _check(
-        self, wanted: Mapping[str, int], boards: Mapping[str, str], traits: Mapping[str, Sequence[Trait]]
+        self,
+        wanted: Mapping[str, int],
+        boards: Mapping[str, str],
+        traits: Mapping[str, Sequence[Trait]],
+        releases: Mapping[str, str],
     ) -> None:
         """Refuse what cannot come up before anything is touched."""
         require_tools()
@@ -297,36 +311,52 @@ class Lab:
         self.addresses.address(len(wanted))
         for name in wanted:
             silicon.describe(boards.get(name, DEFAULT_GPUS), host=name)
-        if strangers := sorted({*traits, *boards} - set(wanted)):
+        if strangers := sorted({*traits, *boards, *releases} - set(wanted)):
             raise InputError(
                 f"a variant is given for {', '.join(strangers)}", why=f"the lab will have {', '.join(wanted)}"
             )
+        own = source.distribution()
+        for name, release in releases.items():
+            codename_of(release)
+            if release.rstrip("0123456789") != own:
+                raise InputError(
+                    f"{name} cannot be of {release}",
+                    why=f"base images come from this machine's mirror, which is one of {own}",
+                )
 
-    def _prepare(self, *, needs_base: bool) -> tuple[Path | None, Mirror]:
-        """Make the base image and the mirror's files side by side, each on one processor."""
+    def _prepare(self, *, bases: Set[str], kept: Set[str]) -> tuple[dict[str, Path], dict[str, Mirror]]:
+        """Make base images and the mirror's files side by side, each kind on one processor; both by codename.
+
+        ``bases`` are the codenames of new hosts, ``kept`` those of hosts that have their base image.
+        """
         keychain.ensure_client_key(self.layout)
         stop = Event()
         with ThreadPoolExecutor(max_workers=1) as pool:
-            image = pool.submit(self._ensure_base, stop) if needs_base else None
+            images = {codename: pool.submit(self._ensure_base, codename, stop) for codename in sorted(bases)}
             try:
-                mirror = service.build_mirror(self.layout, self.addresses, source.codename(), self._tell)
-                return (image.result() if image else None), mirror
+                mirrors = self._build_mirrors(bases | kept)
+                return {codename: image.result() for codename, image in images.items()}, mirrors
             except BaseException:
                 # Nobody waits a minute for an image that is not wanted any more.
                 stop.set()
                 raise
 
-    def _ensure_base(self, stop: Event) -> Path:
-        wanted = source.find()
+    def _build_mirrors(self, codenames: Set[str]) -> dict[str, Mirror]:
+        """Make the files that the mirror serves to hosts of these releases, unless they are there; by codename."""
+        return {
+            codename: service.build_mirror(self.layout, self.addresses, codename, self._tell)
+            for codename in sorted(codenames)
+        }
+
+    def _ensure_base(self, codename: str, stop: Event) -> Path:
+        wanted = source.find(codename)
         is_new = not base.rootfs(self.layout, wanted).is_dir()
         root = base.ensure(self.layout, wanted, tell=self._tell, stop=stop)
         if is_new:
             base.remove_unused(self.layout, keep=[root, *(host.plan.base for host in self.hosts.values())])
         return root
 
-    def _plan(self, name: str, number: int, gpus: str, traits: Sequence[Trait], root: Path | None) -> Host:
-        if root is None:
-            raise LabError("a host cannot be made without a base image")
+    def _plan(self, name: str, number: int, gpus: str, traits: Sequence[Trait], root: Path) -> Host:
         directory = self.layout.host(name)
         address = self.addresses.address(number)
         return Host(
@@ -344,7 +374,9 @@ class Lab:
             directory,
         )
 
-    def _boot(self, hosts: Sequence[Host], *, make: Set[str] = frozenset(), mirror: Mirror | None = None) -> None:
+    def _boot(
+        self, hosts: Sequence[Host], *, make: Set[str] = frozenset(), mirrors: Mapping[str, Mirror] | None = None
+    ) -> None:
         """Start ``hosts`` together and wait until all answer; those in ``make`` are made first."""
         key = keychain.ensure_client_key(self.layout)
 
@@ -353,8 +385,8 @@ class Lab:
                 self._take_down(host.name, discard=True)
                 host.mount()
                 host.personalise(host_key=self.layout.host_key(host.name), client_key=key)
-                if mirror is not None:
-                    host.add_distribution(mirror)
+                if mirrors is not None:
+                    host.add_distribution(mirrors[host.plan.codename])
                 silicon.install(host.root, silicon.describe(host.plan.gpus, host=host.name))
                 host.save()
             else:
@@ -383,7 +415,10 @@ class Lab:
     def _write_known_hosts(self, hosts: Sequence[Host]) -> None:
         keychain.write_known_hosts(self.layout, {host.name: str(host.plan.address) for host in hosts})
 
-    def _write_record(self, mirror: Mirror) -> None:
+    def _write_record(self, mirrors: Mapping[str, Mirror]) -> None:
+        hosts = self.hosts
+        mirror = mirrors[next(iter(hosts.values())).plan.codename]
+        urls = {name: mirrors[host.plan.codename].apt_url for name, host in hosts.items()}
         LabRecord(
             range=str(self.addresses),
             bridge=self.addresses.bridge,
@@ -393,8 +428,13 @@ class Lab:
             apt_key_fingerprint=mirror.key_fingerprint,
             apt_key_file=str(mirror.key_file),
             hosts={
-                name: HostEntry(address=str(host.plan.address), gpus=host.plan.gpus)
-                for name, host in self.hosts.items()
+                name: HostEntry(
+                    address=str(host.plan.address),
+                    gpus=host.plan.gpus,
+                    release=host.plan.release,
+                    apt_url=None if urls[name] == mirror.apt_url else urls[name],
+                )
+                for name, host in hosts.items()
             },
             ssh=SshEntry(key=str(self.layout.client_key), known_hosts=str(self.layout.known_hosts)),
             locks_dir=str(self.layout.locks),
@@ -443,9 +483,20 @@ def require_tools() -> None:
         )
 
 
-def _check_kept(existing: Mapping[str, Host], boards: Mapping[str, str], traits: Mapping[str, Sequence[Trait]]) -> None:
-    """Refuse to pretend that a host which exists has another machine's GPUs or another shape."""
+def _check_kept(
+    existing: Mapping[str, Host],
+    boards: Mapping[str, str],
+    traits: Mapping[str, Sequence[Trait]],
+    releases: Mapping[str, str],
+) -> None:
+    """Refuse to pretend that a host which exists has another machine's GPUs, another shape or another release."""
     for name, host in existing.items():
+        release = releases.get(name, host.plan.release)
+        if host.plan.release != release:
+            raise LabError(
+                f"{name} exists as a host of {host.plan.release}, not {release}",
+                hint="`bringup lab down` first, or leave --release out",
+            )
         gpus = boards.get(name, host.plan.gpus)
         if host.plan.gpus != gpus:
             raise LabError(

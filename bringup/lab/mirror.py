@@ -20,13 +20,22 @@ from pathlib import Path
 from typing import Any
 
 from bringup import paths
-from bringup.errors import LabError
+from bringup.errors import InputError, LabError
 from bringup.lab import debs, debs_recipe, mirror_elf, wheels
 
 Progress = Callable[[str], None]
 
 RELEASES = {"bookworm": "debian12", "trixie": "debian13", "noble": "ubuntu2404"}
 """Code name to the name that NVIDIA's repository gives a distribution release."""
+
+
+def codename_of(release: str) -> str:
+    """Return the code name of a release such as ``debian13``. Raises InputError for one the lab does not know."""
+    for codename, name in RELEASES.items():
+        if name == release:
+            return codename
+    raise InputError(f"the lab makes no hosts of {release!r}", hint=f"releases are {', '.join(RELEASES.values())}")
+
 
 DEFAULT_URL = "http://10.87.0.1:8087"
 

@@ -12,12 +12,17 @@ from bringup.lab.layout import Layout, default_state_dir
 
 
 class HostEntry(BaseModel):
-    """One host in ``lab.json``."""
+    """One host in ``lab.json``.
+
+    ``release`` is such as ``debian13``. ``apt_url`` None means the lab's: the host is of the same release.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     address: str
     gpus: str
+    release: str | None = None
+    apt_url: str | None = None
 
 
 class SshEntry(BaseModel):
@@ -32,7 +37,8 @@ class SshEntry(BaseModel):
 class LabRecord(BaseModel):
     """The content of ``lab.json``. ``locks_dir`` holds the stack locks that count on lab hosts only.
 
-    ``apt_url`` is the repository in NVIDIA's shape for the release that the hosts run.
+    ``apt_url`` is the repository in NVIDIA's shape for the release of the first host; one of another release has
+    its own.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -52,7 +58,7 @@ class LabRecord(BaseModel):
     def write(self, path: Path) -> None:
         """Write the record whole, by rename."""
         fresh = path.with_suffix(".new")
-        fresh.write_text(self.model_dump_json(by_alias=True, indent=1) + "\n")
+        fresh.write_text(self.model_dump_json(by_alias=True, indent=1, exclude_none=True) + "\n")
         fresh.replace(path)
 
     @classmethod
@@ -74,7 +80,10 @@ def inventory(state_dir: Path | None = None) -> tuple[list[tuple[str, dict[str, 
     """
     layout = Layout((state_dir or default_state_dir()).absolute())
     record = LabRecord.read(layout)
-    hosts = [(name, {"ssh_hostname": host.address}) for name, host in sorted(record.hosts.items())]
+    hosts = [
+        (name, {"ssh_hostname": host.address, **({"bringup_apt_url": host.apt_url} if host.apt_url else {})})
+        for name, host in sorted(record.hosts.items())
+    ]
     indexes = sorted(path.name for path in (layout.mirror / "wheels").glob("*") if path.is_dir())
     return hosts, {
         "ssh_user": "root",

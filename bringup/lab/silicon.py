@@ -177,7 +177,8 @@ def install(rootfs: Path, description: HostDescription) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(f"../{UNIT}")
     modules = rootfs / "usr/lib/modules" / platform.release()
-    for name in ("modules.order", "modules.builtin", "modules.builtin.modinfo"):
+    # dkms of Debian 13 takes a kernel without modules.dep for one that was removed, and runs no depmod for it.
+    for name in ("modules.dep", "modules.order", "modules.builtin", "modules.builtin.modinfo"):
         _write(modules / name, "")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bringup.errors import LabError
@@ -15,7 +15,10 @@ _HINT = "run `apt-get update` first; the base image is made from the mirror that
 
 @dataclass(frozen=True)
 class Source:
-    """One release of the distribution on one mirror. ``proxy`` None means apt uses none."""
+    """One release of the distribution on one mirror. ``proxy`` None means apt uses none.
+
+    ``is_own`` says that it is this machine's release, whose index its apt has already.
+    """
 
     uri: str
     codename: str
@@ -23,21 +26,36 @@ class Source:
     architecture: str
     keyring: Path | None
     proxy: str | None
+    is_own: bool = True
+
+    def of(self, codename: str) -> Source:
+        """Return another release on the same mirror: one mirror carries all that its distribution supports."""
+        return replace(self, codename=codename, is_own=self.is_own and codename == self.codename)
+
+    def apt_source(self) -> str:
+        """Return the line of sources.list that names this release, trusted by the same key."""
+        signed = f"signed-by={self.keyring} " if self.keyring else ""
+        return f"deb [{signed}arch={self.architecture}] {self.uri} {self.codename} {' '.join(self.components)}\n"
 
 
-def find() -> Source:
-    """Return where this machine's apt gets its own release from.
+def find(wanted: str | None = None) -> Source:
+    """Return where this machine's apt gets a release from, by codename; None means its own.
 
-    Raises LabError when apt has no index of that release.
+    Raises LabError when apt has no index of its own release: the mirror is known from there.
     """
     targets = run(["apt-get", "indextargets"], what="cannot ask apt for its sources", hint=_HINT)
     settings = run(["apt-config", "dump", "--format", "%f\t%v%n"], what="cannot ask apt for its settings")
-    distribution = platform.freedesktop_os_release()["ID"]
-    return choose(targets, settings, codename=codename(), distribution=distribution)
+    own = choose(targets, settings, codename=codename(), distribution=distribution())
+    return own.of(wanted or own.codename)
+
+
+def distribution() -> str:
+    """Return the name of this machine's distribution, as ``debian``."""
+    return platform.freedesktop_os_release()["ID"]
 
 
 def codename() -> str:
-    """Return the codename of this machine's release, which is the lab hosts' too."""
+    """Return the codename of this machine's release, which is the lab hosts' too where no other is asked for."""
     name = platform.freedesktop_os_release().get("VERSION_CODENAME")
     if not name:
         raise LabError("this machine's release has no codename", hint="the lab runs on Debian and Ubuntu")

@@ -59,7 +59,7 @@ def lock_for_lab(
         raise InputError(f"no package mirror in {mirror}", hint="run `bringup lab up`")
     target = lock_path_of(stack_path, lab_state_dir / "locks")
     served = [name for name in releases() if (mirror / "apt" / releases()[name].path / "InRelease").is_file()]
-    wanted = tuple(platforms) or tuple(_own_platforms(stack, served))
+    wanted = tuple(platforms) or tuple(sorted(set(_own_platforms(stack, served))))
     before = _inputs(stack_path, stack, mirror, served, wanted)
     if input_digest_of(target) == before:
         return LabLock(target, changed=False)
@@ -101,8 +101,8 @@ def lock_for_lab(
 
 def _own_platforms(stack: Stack, served: Iterable[str]) -> Iterator[str]:
     if stack.python.existing is None:
-        for machine in sorted({name.split("-", 1)[1] for name in served} or {"x86_64"}):
-            yield f"cp{stack.python.interpreter.replace('.', '')}-{machine}"
+        for name in served or ("-x86_64",):
+            yield f"cp{stack.python.interpreter_of(name).replace('.', '')}-{name.split('-', 1)[1]}"
 
 
 def _inputs(stack_path: Path, stack: Stack, mirror: Path, served: Iterable[str], platforms: Iterable[str]) -> str:

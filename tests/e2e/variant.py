@@ -48,11 +48,13 @@ def write(
     more: str = "",
     files: Mapping[str, Iterable[LockedFile]] | None = None,
     without: Iterable[str] = (),
+    platform: str = PLATFORM,
 ) -> list[str]:
     """Write a variant and return the options that choose it.
 
     ``text`` is replaced in the stack, each key must be there once; ``more`` is put at its end. ``files`` are put
-    into the lock by step, each in the place of the file of the same distribution; ``without`` are taken out.
+    into the lock by step, each in the place of the file of the same distribution; ``without`` are taken out. The
+    lock is for one platform.
     """
     stack = (paths.stacks() / "lab.toml").read_text()
     for old, new in (text or {}).items():
@@ -64,9 +66,9 @@ def write(
     assert lock.wheels is not None
     steps = tuple(
         _edited(step, tuple((files or {}).get(step.name, ())), set(without))
-        for step in lock.wheels.platforms[PLATFORM].steps
+        for step in lock.wheels.platforms[platform].steps
     )
-    wheels = lock.wheels.model_copy(update={"platforms": {PLATFORM: LockedPlatform(steps=steps)}})
+    wheels = lock.wheels.model_copy(update={"platforms": {platform: LockedPlatform(steps=steps)}})
     lock_path = directory / f"{name}.lock.toml"
     write_lock(lock_path, lock.model_copy(update={"wheels": wheels}))
     return ["--stack", str(path), "--lock", str(lock_path)]

@@ -728,6 +728,22 @@ def test_one_thing_wrong_is_one_finding(case: Case) -> None:
     assert {f.code for f in found if f.is_refusal} <= {case.code}
 
 
+@pytest.mark.parametrize(
+    ("interpreters", "platform", "causes"),
+    [
+        pytest.param({}, "cp311-x86_64", [], id="one for all"),
+        pytest.param({"debian13": "3.13"}, "cp311-x86_64", [], id="another release's"),
+        pytest.param({"debian12": "3.13"}, "cp313-x86_64", ["the host has no Python 3.13"], id="its own"),
+    ],
+)
+def test_hosts_of_a_release_may_take_another_interpreter(
+    interpreters: dict[str, str], platform: str, causes: list[str]
+) -> None:
+    wish, state = stack(put("python interpreters", interpreters)), observed()
+    assert wanted.platform(wish, state) == platform
+    assert [finding.cause for finding in preflight.interpreter(wish, state)] == causes
+
+
 # ---------------------------------------------------------------- as wanted: no finding
 
 
