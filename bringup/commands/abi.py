@@ -22,9 +22,9 @@ from bringup.commands.abi_text import (
     StackName,
     check_capability,
     open_reader,
-    output,
     show_reports,
 )
+from bringup.commands.terminal import stdout_console
 from bringup.errors import InputError
 from bringup.locking.compile import split
 from bringup.wheels import WheelFacts
@@ -99,7 +99,7 @@ def check(
         document = {"schema": 1, "command": "abi check", "wheels": [report.as_json() for report in reports]}
         typer.echo(jsonlib.dumps(document, indent=2))
     else:
-        show_reports(output(), reports)
+        show_reports(stdout_console(), reports)
     refused = {id(report.facts) for report in reports if report.verdict.is_refused}
     fitting = {id(report.facts) for report in reports if not report.verdict.is_refused}
     # Beside every known torch, a wheel is as it should be when one of them fits.

@@ -13,7 +13,8 @@ from rich.table import Table
 from bringup import paths, torch_index, torch_reader
 from bringup.abi import TorchIndex, release_of
 from bringup.commands import options
-from bringup.commands.abi_text import DEFAULT_PLATFORM, Platform, StackName, open_reader, output, speaker
+from bringup.commands.abi_text import DEFAULT_PLATFORM, Platform, StackName, open_reader, speaker
+from bringup.commands.terminal import stdout_console
 from bringup.errors import InputError
 from bringup.locking.compile import split
 from bringup.torch_index import IndexedTorch
@@ -76,7 +77,7 @@ def index(
             str(count),
             build.file,
         )
-    output().print(table)
+    stdout_console().print(table)
 
 
 def _build_json(build: IndexedTorch) -> dict[str, object]:

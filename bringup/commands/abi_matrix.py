@@ -27,9 +27,9 @@ from bringup.commands.abi_text import (
     check_capability,
     listed,
     open_reader,
-    output,
     put,
 )
+from bringup.commands.terminal import stdout_console
 from bringup.errors import BringupError, InputError
 from bringup.locking.compile import split
 from bringup.wheels import Offer, WheelFacts, WheelReader
@@ -74,7 +74,7 @@ def matrix(
         }
         typer.echo(jsonlib.dumps(document, indent=2))
     else:
-        _show_matrix(output(), rows, releases)
+        _show_matrix(stdout_console(), rows, releases)
     if any(row.problem for row in rows):
         raise typer.Exit(2)
 

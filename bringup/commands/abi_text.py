@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,11 +82,6 @@ def _indexes(stack: str) -> tuple[Index, ...]:
 
 def speaker(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(text, soft_wrap=True, markup=False)
-
-
-def output() -> Console:
-    # A pipe has no width; lines cut at 80 characters would be lost to whatever reads them.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 240)
 
 
 def show_reports(console: Console, reports: Sequence[Report]) -> None:

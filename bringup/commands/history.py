@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from bringup.commands import options, show
+from bringup.commands.terminal import stdout_console
 from bringup.errors import InputError
 from bringup.history import History, list_rollouts, list_waves, open_rollout
 from bringup.history.rollouts import find_rollout
@@ -90,7 +90,7 @@ def history(
     if json:
         typer.echo(document.as_json())
     elif document.runs:
-        Console(highlight=False).print(tables.runs(document.runs))
+        stdout_console().print(tables.runs(document.runs))
     else:
         typer.echo("no runs in the history", err=True)
 
@@ -100,7 +100,7 @@ def _list_rollouts(records: Sequence[RolloutRecord], *, json: bool) -> None:
         told = [record.model_dump(mode="json") for record in records]
         typer.echo(jsonlib.dumps({"schema": 1, "command": "history", "rollouts": told}, indent=2))
     elif records:
-        Console(highlight=False).print(tables.rollouts(records))
+        stdout_console().print(tables.rollouts(records))
     else:
         typer.echo("no rollouts in the history", err=True)
 
@@ -111,7 +111,7 @@ def _show_rollout(rollout: Rollout, waves: Sequence[WaveRecord], *, json: bool) 
         opened = {"waves_opened": [wave.model_dump(mode="json") for wave in waves]}
         typer.echo(jsonlib.dumps(document.model_dump(mode="json", by_alias=True) | opened, indent=2))
         return
-    console = Console(highlight=False)
+    console = stdout_console()
     console.print(tables.rollout(document))
     for wave in waves:
         ended = f"{text.when(wave.closed_s)} {wave.outcome}" if wave.closed_s is not None else "open"
@@ -134,4 +134,4 @@ def _show(
     if json:
         typer.echo(results.as_json())
     else:
-        show.results(Console(highlight=False), results, verbose=verbose > 0)
+        show.results(stdout_console(), results, verbose=verbose > 0)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from bringup import locking
 from bringup.commands import options
+from bringup.commands.terminal import stdout_console
 from bringup.errors import InputError
 from bringup.finding import Finding
 from bringup.guard import WheelGuard
@@ -134,7 +135,7 @@ def lock(
         document = _document(wanted, target, previous, made, changed, findings)
         print(jsonlib.dumps({**document, **({"explained": explained} if explain else {})}, indent=2))
     else:
-        _show_explained(Console(), explained)
+        _show_explained(stdout_console(), explained)
         _show(console, target, previous, made, changed, findings)
     if not fits:
         raise typer.Exit(1)

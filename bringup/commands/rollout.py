@@ -24,6 +24,7 @@ from bringup.commands import apply as applying
 from bringup.commands import options, session
 from bringup.commands.conductor import Conductor, Crew
 from bringup.commands.crew import EngineCrew, Hook, differs_in_driver, judge_result
+from bringup.commands.terminal import stdout_console
 from bringup.errors import InputError
 from bringup.fork_server import ForkServer
 from bringup.history import (
@@ -464,7 +465,7 @@ def _show_plan(started: Started, looked: Results, *, json: bool) -> NoReturn:
     if json:
         typer.echo(_begun_by_nobody(started).as_json())
     else:
-        console = Console(highlight=False)
+        console = stdout_console()
         console.print(tables.wave_plan(started.hosts, started.waves, started.passes))
         found = looked.hosts
         silent = [name for wave in started.waves for name in wave if found[name].status == "unknown"]
@@ -610,7 +611,7 @@ def _finish(state: Rollout, resume: str, *, json: bool, is_stream: bool) -> NoRe
     if json:
         typer.echo(document.as_json())
     else:
-        console = Console(highlight=False, stderr=is_stream)
+        console = Console(highlight=False, stderr=True) if is_stream else stdout_console()
         console.print(tables.rollout(document))
         summary = document.summary
         console.print(

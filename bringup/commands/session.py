@@ -16,6 +16,7 @@ from rich.text import Text
 
 from bringup import engine, paths
 from bringup.commands import show
+from bringup.commands.terminal import stdout_console
 from bringup.errors import InputError
 from bringup.fork_server import ForkServer
 from bringup.report import events
@@ -195,5 +196,5 @@ def finish(results: Results, *, json_output: bool, events_to: str | None, verbos
     if json_output:
         typer.echo(results.as_json())
     elif events_to != "-":
-        show.results(Console(highlight=False), results, verbose=verbose)
+        show.results(stdout_console(), results, verbose=verbose)
     raise typer.Exit(results.exit_code)

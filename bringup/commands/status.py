@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bringup.commands import options
 from bringup.commands.history import Html, Junit, Prometheus
+from bringup.commands.terminal import stdout_console
 from bringup.errors import InputError
 from bringup.history import History, list_rollouts, open_rollout
 from bringup.report import file, html, junit, prometheus, tables
@@ -79,7 +79,7 @@ def _is_meant(host: HostRecord, names: list[str] | None, since_days: float | Non
 
 
 def _print(document: StatusDocument) -> None:
-    console = Console(highlight=False)
+    console = stdout_console()
     if document.hosts:
         console.print(tables.hosts(document.hosts))
     else:

@@ -24,7 +24,8 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep two runs: gpu-01 drifted and was then made as wanted, gpu-02 was never reached."""
     monkeypatch.delenv("BRINGUP_HISTORY", raising=False)
     monkeypatch.setenv("BRINGUP_STATE", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "240")
+    # Into a pipe a row is one line, however narrow the terminal is that the pipe was started from.
+    monkeypatch.setenv("COLUMNS", "80")
     log = History.open()
     for run, time_s, state in (("aaa1", 100.0, "drift"), ("bbb2", 200.0, "ok")):
         at = {"run": run, "time_s": time_s}
