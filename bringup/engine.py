@@ -117,13 +117,22 @@ class LocalExecutor:
     def __init__(self, *, show_worker_log: bool = False, server: ForkServer | None = None) -> None:
         self._queue: queue.Queue[Line] = queue.Queue()
         self._running: dict[int, _Process] = {}
+        self._buried: set[int] = set()
+        self._is_stopped = False
+        self._lock = threading.Lock()
         self._show = show_worker_log
         self._server = server
 
     def start(self, part: int, shard: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        """Start one shard in a process group of its own, so that it can be ended as a whole."""
-        process, stdin = self._worker(environment)
-        self._running[part] = process
+        """Start one shard in a process group of its own, so that it can be ended as a whole.
+
+        Raises BringupError where no more processes can be had, and after ``stop``.
+        """
+        with self._lock:
+            if self._is_stopped:
+                raise BringupError("the run was stopped")
+            process, stdin = self._worker(environment)
+            self._running[part] = process
         with suppress(BrokenPipeError):  # it has ended, and its status is told like any other's
             stdin.write(json.dumps(shard))
             stdin.close()
@@ -137,7 +146,14 @@ class LocalExecutor:
                 self._server = None
             else:
                 return forked, forked.stdin
-        return _executed(environment)
+        try:
+            return _executed(environment)
+        except OSError as error:
+            raise BringupError(
+                "no worker process can be started",
+                why=error.strerror,
+                hint="name fewer of them with --workers, or see `ulimit -n` and `ulimit -u`",
+            ) from None
 
     def _read(self, part: int, process: _Process) -> None:
         assert process.stdout is not None
@@ -148,32 +164,40 @@ class LocalExecutor:
         for text in process.stdout:
             self._queue.put(Line(part, text))
         status = process.wait()
-        reader.join(timeout=5)
+        with self._lock:
+            self._buried.add(part)
         process.stdout.close()
-        process.stderr.close()
+        # What a worker has started may keep this open for longer than anybody wants to wait.
+        reader.join(timeout=5)
         self._queue.put(Line(part, None, status, "".join(said[-40:]).strip()))
 
-    def _listen(self, stream: Any, said: list[str]) -> None:
-        for text in stream:
-            said.append(text)
-            if self._show:
-                sys.stderr.write(text)
+    def _listen(self, stream: IO[str], said: list[str]) -> None:
+        with stream:
+            for text in stream:
+                said.append(text)
+                # A worker that nobody listens to any more would wait for us.
+                if self._show and sys.stderr is not None:
+                    with suppress(OSError):
+                        sys.stderr.write(text)
 
     def lines(self) -> Iterator[Line]:
         """Yield lines until every shard has ended."""
         while self._running:
             line = self._queue.get()
             if line.text is None:
-                self._running.pop(line.part, None)
+                with self._lock:
+                    self._running.pop(line.part, None)
             yield line
 
     def stop(self) -> None:
         """End every worker with its children; hosts see their connections close and let the run go."""
-        for process in self._running.values():
-            try:
-                os.killpg(process.pid, signal.SIGTERM)
-            except ProcessLookupError:
-                continue
+        with self._lock:
+            self._is_stopped = True
+            for part, process in self._running.items():
+                if part in self._buried:
+                    continue  # its number may be another's by now
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
 
 
 def _executed(environment: Mapping[str, str]) -> tuple[_Process, IO[str]]:
@@ -183,6 +207,7 @@ def _executed(environment: Mapping[str, str]) -> tuple[_Process, IO[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="backslashreplace",
         env={**os.environ, **environment},
         start_new_session=True,
     )
@@ -236,6 +261,8 @@ def run(
                     reference = stack or (StackRef(**shard["stack"]) if shard.get("stack") else None)
                     tell(_started(job, tuple(shard["all_hosts"]), started, reference))
                     for part in range(1, shard["parts"]):
+                        # It may die before it says which hosts are its own, and they are lost all the same.
+                        parts[part] = tuple(shard["all_hosts"][part :: shard["parts"]])
                         executor.start(part, job.shard(part, shard["parts"]), environment)
                 continue
             try:

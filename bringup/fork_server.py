@@ -7,6 +7,7 @@ the server where the process that asks cannot be forked; its standard input is t
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import io
 import json
@@ -18,8 +19,8 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO, NoReturn
 
@@ -30,6 +31,7 @@ _UNFORKABLE = frozenset({"gevent", "pyinfra", "ssl"})
 """Modules after whose import a fork cannot become a worker: gevent must patch the standard library before them."""
 
 _LARGEST_REQUEST_BYTES = 65536
+_ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KILLED = -signal.SIGKILL
 
 
@@ -73,11 +75,16 @@ class ForkServer:
         with theirs:
             if not may_fork():
                 return cls._program(ours, theirs)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            if (pid := _fork()) == 0:
-                os.setsid()
-                _serve(theirs)
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:  # it was closed before the program began
+                    stream.flush()
+            # A handler of the parent's that ran in the fork would go on with the parent's work there.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDED_BY)
+            try:
+                if (pid := _fork()) == 0:
+                    _serve(theirs, before)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return cls(pid, ours, lambda: _waitpid(pid, 0))
 
     @classmethod
@@ -96,27 +103,21 @@ class ForkServer:
 
         Raises OSError when the server has ended; then it cannot have begun anything.
         """
-        asked, ask = os.pipe()
-        out, told = os.pipe()
-        err, said = os.pipe()
-        ended, end = os.pipe()
-        try:
+        with ExitStack() as theirs, ExitStack() as ours:
+            asked, ask = _pipe(theirs, ours)
+            out, told = _pipe(ours, theirs)
+            err, said = _pipe(ours, theirs)
+            ended, end = _pipe(ours, theirs)
             with self._lock:
                 socket.send_fds(self._control, [json.dumps(dict(environment)).encode()], [asked, told, said, end])
                 answer = self._control.recv(64)
             if not answer:
                 raise ConnectionResetError("the process that forks workers has ended")
-        except OSError:
-            for number in (ask, out, err, ended):
-                os.close(number)
-            raise
-        finally:
-            for number in (asked, told, said, end):
-                os.close(number)
+            ours.pop_all()
         return ForkedWorker(
             pid=int(answer),
             stdin=os.fdopen(ask, "w", encoding="utf-8"),
-            stdout=os.fdopen(out, encoding="utf-8"),
+            stdout=os.fdopen(out, encoding="utf-8", errors="backslashreplace"),
             stderr=os.fdopen(err, encoding="utf-8", errors="backslashreplace"),
             _status=ended,
         )
@@ -128,11 +129,26 @@ class ForkServer:
             self._bury()
 
 
-def _serve(control: socket.socket) -> NoReturn:
-    """Fork workers until nobody is there to ask for one; nothing of the parent's ever runs again in here."""
+def _pipe(reads: ExitStack, writes: ExitStack) -> tuple[int, int]:
+    reading, writing = os.pipe()
+    reads.callback(os.close, reading)
+    writes.callback(os.close, writing)
+    return reading, writing
+
+
+def _serve(control: socket.socket, blocked: Collection[int] = ()) -> NoReturn:
+    """Fork workers until nobody is there to ask for one; nothing of the parent's ever runs again in here.
+
+    ``blocked`` are the signals that the parent had blocked.
+    """
     try:
-        for handled in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for handled in _ENDED_BY:
             _signal(handled, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if os.getsid(0) != os.getpid():
+            os.setsid()
+        # Where the parent began without a standard stream, the connection has the number of one.
+        control = socket.socket(fileno=fcntl.fcntl(control.detach(), fcntl.F_DUPFD_CLOEXEC, 3))
         _close_all_but(control.fileno())
         for number in (0, 1, 2):
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -166,10 +182,13 @@ def _serve_requests(control: socket.socket) -> None:
             request, numbers, _, _ = socket.recv_fds(control, _LARGEST_REQUEST_BYTES, 4)
             if not request:
                 return
-            *streams, status = numbers
+            asked, told, said, status = numbers  # fewer where there is no room for them
             if (pid := _fork()) == 0:
-                _become_worker(json.loads(request), streams)
-            for number in streams:
+                _become_worker(json.loads(request), (asked, told, said))
+            # Before anybody knows of it: whoever ends the group at once must find it.
+            with suppress(PermissionError, ProcessLookupError):
+                os.setpgid(pid, pid)
+            for number in (asked, told, said):
                 os.close(number)
             status_of[pid] = status
             control.sendall(str(pid).encode())
@@ -186,13 +205,13 @@ def _tell_ended(status_of: dict[int, int]) -> None:
         os.close(number)
 
 
-def _become_worker(environment: Mapping[str, str], streams: list[int]) -> NoReturn:
+def _become_worker(environment: Mapping[str, str], streams: tuple[int, int, int]) -> NoReturn:
     """Go on as what ``python -m bringup.worker`` would be, in a process group that can be ended as a whole."""
     status = 70
     try:
         signal.set_wakeup_fd(-1)
         _signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
+        os.setpgid(0, 0)
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
@@ -216,4 +235,4 @@ def _become_worker(environment: Mapping[str, str], streams: list[int]) -> NoRetu
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=os.dup(0)))
+    _serve(socket.socket(fileno=0))

@@ -6,11 +6,16 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from bringup import engine
+from bringup.report import events
 
 INVENTORY = """
 hosts = [(name, {"bringup_stack": "lab", "ssh_hostname": "192.0.2.1"}) for name in ("gpu-01", "gpu-02")]
@@ -181,6 +186,142 @@ print(json.dumps([can_fork, "bringup.fork_server" in words, told]))
         not can_fork,
         [["ForkedWorker", [[True, None], [False, 0]]]] * 2,
     ]
+
+
+def test_a_worker_can_be_ended_as_soon_as_it_is_known() -> None:
+    code = """
+import os, signal
+from bringup.fork_server import ForkServer
+server = ForkServer.start()
+for _ in range(20):
+    worker = server.fork({})
+    os.killpg(worker.pid, signal.SIGKILL)
+    assert worker.wait() == -signal.SIGKILL
+server.close()
+"""
+    run(code)
+
+
+def test_no_handler_of_the_parent_ever_runs_in_its_fork() -> None:
+    code = """
+import os, signal
+from bringup.fork_server import ForkServer
+me = os.getpid()
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"the parent's work"))
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+server = ForkServer.start()
+server.close()
+os.kill(me, signal.SIGTERM)
+"""
+    assert run(code) == "the parent's work"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_a_command_without_standard_streams_has_its_workers(closed: str, inventory: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code = f"{FROM_ONE_SERVER}\ntold = []\ndescribe(told)\nopen({str(out)!r}, 'w').write(json.dumps(told[0][1]))"
+    command = f'exec "$0" -c "$1" "$2" {closed}'
+    done = subprocess.run(["sh", "-c", command, sys.executable, code, inventory], check=False, timeout=60)
+    assert (done.returncode, out.read_text()) == (0, "[[true, null], [false, 0]]")
+
+
+NO_ROOM = """
+import json, os, resource, sys
+from bringup import engine
+from bringup.errors import BringupError
+from bringup.fork_server import ForkServer
+server = ForkServer.start()
+job = engine.Job(command="describe", inventory="none", overrides={})
+executor = engine.LocalExecutor(server=server)
+before = os.listdir("/proc/self/fd")
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + 4, hard))
+try:
+    executor.start(0, job.shard(0, 1), job.environment())
+except BringupError as error:
+    print(error.what, "|", error.why)
+print(len(os.listdir("/proc/self/fd")) - len(before))
+"""
+
+
+def test_where_a_process_may_open_no_more_files_it_says_so_and_keeps_none() -> None:
+    assert run(NO_ROOM) == "no worker process can be started | Too many open files\n0\n"
+
+
+@pytest.mark.parametrize("how", ["fork", "program"])
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (r'os.write(1, b"\xff\n")', ["\\xff\n"]),
+        (r'os.write(2, b"\xff\n")', []),
+        (r'os.write(2, b"loud\n" * 100_000)', []),
+        ('subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, start_new_session=True)', []),
+    ],
+    ids=["speaks no UTF-8", "complains in no UTF-8", "complains to nobody", "leaves somebody with its streams"],
+)
+def test_whatever_a_worker_does_its_end_is_told(does: str, said: list[str], how: str, tmp_path: Path) -> None:
+    file = tmp_path / "hosts.py"
+    file.write_text(f"import os, subprocess\n{does}\n{INVENTORY}")
+    nobody = "import os\nend, begin = os.pipe()\nos.close(end)\nos.dup2(begin, 2)\n"
+    # The interpreter would find out at its end that nobody reads its standard error.
+    leave = "\nsys.stdout.flush()\nos._exit(0)"
+    code = nobody + DESCRIBE.replace("server=server)", "server=server, show_worker_log=True)") + leave
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file), how], stdout=subprocess.PIPE, text=True, timeout=40, check=True
+    )
+    lines = json.loads(done.stdout)
+    assert [text for text, _, _ in lines[:-2]] == said
+    assert (lines[-1][0], lines[-1][1]) == (None, 0)
+
+
+def test_what_has_ended_is_not_ended_again_and_nothing_begins_after_the_end(inventory: str) -> None:
+    code = f"""{FROM_ONE_SERVER}
+import time
+from bringup.errors import BringupError
+job = engine.Job(command="describe", inventory=sys.argv[1], overrides={{}})
+executor = engine.LocalExecutor(server=server)
+executor.start(0, job.shard(0, 1), job.environment())
+while executor._queue.qsize() < 2:
+    time.sleep(0.01)
+ended = []
+os.killpg = lambda pid, number: ended.append(pid)
+executor.stop()
+try:
+    executor.start(1, job.shard(1, 2), job.environment())
+except BringupError as error:
+    print(ended, error)
+"""
+    assert run(code, inventory) == "[] the run was stopped\n"
+
+
+class Told:
+    """An executor whose workers have told already what they tell."""
+
+    def __init__(self, *lines: engine.Line) -> None:
+        self._lines = lines
+
+    def start(self, part: int, shard: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        """Start nothing."""
+
+    def lines(self) -> Iterator[engine.Line]:
+        """Yield the lines."""
+        yield from self._lines
+
+    def stop(self) -> None:
+        """Stop nothing."""
+
+
+def test_a_worker_that_dies_before_it_names_its_hosts_is_said_to_have_lost_them() -> None:
+    shard = {"hosts": ["a", "c"], "all_hosts": ["a", "b", "c", "d"], "parts": 2, "stack": None}
+    seen: list[events.Event] = []
+    workers = Told(
+        engine.Line(0, json.dumps({"shard": shard})),
+        engine.Line(1, None, -9, "out of memory"),
+        engine.Line(0, None, 0),
+    )
+    engine.run(engine.Job(command="drift", inventory="i.py"), seen.append, executor=workers)
+    lost = [(event.worker, event.hosts, event.why) for event in seen if isinstance(event, events.WorkerLost)]
+    assert lost == [("worker-1", ("b", "d"), "out of memory"), ("worker-0", ("a", "c"), "it ended with status 0")]
 
 
 @pytest.mark.parametrize("command", ["plan", "apply", "drift", "verify", "rollback"])
