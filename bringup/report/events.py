@@ -5,11 +5,11 @@ The models are the contract; ``docs/reference/events.schema.json`` is generated 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic_core import from_json
 
 from bringup.finding import Finding
 from bringup.report.results import (
@@ -32,6 +32,8 @@ from bringup.rollout import Rollout, Status, Transition
 
 
 class _Event(Model):
+    model_config = ConfigDict(allow_inf_nan=False)  # JSON has no such numbers, so they could not be written again
+
     time_s: float  # seconds since the Unix epoch, by the controller's clock
     run: str
 
@@ -197,19 +199,24 @@ def parse(line: str | bytes) -> Event:
 
     Raises pydantic.ValidationError for a line that is not an event of schema 1.
     """
+    # Pydantic's own parser: Python's accepts other encodings and half characters, and gives up on a deep document.
     try:
-        document = json.loads(line)
-    except ValueError:
-        return ADAPTER.validate_json(line)
-    return of_document(document)
+        model = _model_of(from_json(line))
+    except (ValueError, TypeError):
+        model = None
+    return cast(Event, model.model_validate_json(line)) if model is not None else ADAPTER.validate_json(line)
 
 
 def of_document(document: object) -> Event:
     """Return the event that a JSON object is. Raises pydantic.ValidationError for anything else."""
+    model = _model_of(document)
+    return cast(Event, model.model_validate(document)) if model is not None else ADAPTER.validate_python(document)
+
+
+def _model_of(document: object) -> type[_Event] | None:
     # Most runs see five kinds of events; to ask for "any of them" would build the models of all.
     name = document.get("event") if isinstance(document, dict) else None
-    model = _BY_NAME.get(name) if isinstance(name, str) else None
-    return cast(Event, model.model_validate(document)) if model is not None else ADAPTER.validate_python(document)
+    return _BY_NAME.get(name) if isinstance(name, str) else None
 
 
 def json_schema() -> dict[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from report_case import STACK
 
@@ -69,6 +72,92 @@ def test_an_event_is_one_line_that_reads_back_and_fits_the_schema(event: events.
 def test_what_is_no_event_is_refused(line: str) -> None:
     with pytest.raises(ValidationError):
         events.parse(line)
+
+
+def read(parse: Any, line: str | bytes) -> Any:
+    """Return the event; None when it is refused."""
+    try:
+        return parse(line)
+    except ValidationError:
+        return None
+
+
+DONE = '{"event":"run_done","time_s":1,"run":"r","exit_code":0}'
+DEEP = "[" * 50_000 + "]" * 50_000
+FINDING = '{"event":"finding","time_s":1,"run":"r","host":"h","finding":{"code":"c","severity":"info","cause":"c",' + (
+    '"remedy":"r","evidence":{"x":%s}}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_event"),
+    [
+        (DONE, True),
+        (DONE.encode(), True),
+        (DONE.encode("utf-16"), False),
+        (b"\xef\xbb\xbf" + DONE.encode(), False),
+        (DONE.replace("r", "\ud800", 1), False),
+        (DONE.replace('"r"', '"\\ud800"'), False),
+        (DONE.replace('"r"', '"\\u0000"'), True),
+        (DONE.replace('"r"', '"\x00"'), False),
+        (DONE.replace('"r"', '"\xff"').encode("latin-1"), False),
+        (FINDING % '"\\udfff"', False),
+        (FINDING % DEEP, False),
+        (DEEP, False),
+        (DONE.replace('"run_done"', '"finding","event":"run_done"'), True),
+        (DONE.replace('"run_done"', '"run_done","event":"finding"'), False),
+        (DONE.replace('"run_done"', '["run_done"]'), False),
+        (DONE.replace('"run_done"', "1"), False),
+        (DONE.replace('"r"', '3,"run":"r"'), True),
+        (DONE.replace("1", "NaN", 1), False),
+        (DONE.replace("1", "1e999", 1), False),
+        (DONE.replace("1", "9" * 400, 1), False),
+        (DONE.replace("0}", "9" * 30 + "}"), True),
+        (DONE.replace("0}", "9" * 5000 + "}"), False),
+        (DONE.replace("1", '"1"', 1), True),
+        (f" {DONE}\n", True),
+        (f"{DONE}{DONE}", False),
+        ("", False),
+        ("null", False),
+        ("[]", False),
+    ],
+    ids=lambda value: None if isinstance(value, bool) else repr(value)[:70],
+)
+def test_a_line_is_read_as_any_of_the_events_would_be(line: str | bytes, is_event: bool) -> None:
+    told = read(events.parse, line)
+    assert told == read(events.ADAPTER.validate_json, line)
+    assert (told is not None) == is_event
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["ok", "1", "run_done", "lab"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(ALL), st.data())
+def test_whatever_is_wrong_with_a_line_is_judged_as_the_schema_judges_it(event: events.Event, data: Any) -> None:
+    members = list(json.loads(event.as_line()).items())
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(members) - 1))
+        match data.draw(st.sampled_from(["other value", "twice", "gone", "unknown"])):
+            case "other value":
+                members[at] = (members[at][0], data.draw(VALUES))
+            case "twice":
+                members.insert(data.draw(st.integers(0, len(members))), (members[at][0], data.draw(VALUES)))
+            case "gone" if len(members) > 1:
+                del members[at]
+            case _:
+                members.append((data.draw(st.text(max_size=5)), data.draw(VALUES)))
+    line = "{" + ",".join(f"{json.dumps(key)}:{json.dumps(value)}" for key, value in members) + "}"
+    assert read(events.parse, line) == read(events.ADAPTER.validate_json, line)
 
 
 def test_a_whole_run_gives_its_results() -> None:
