@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import sqlite3
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ MOST_WAITING = 200
 """Files after which a run stores them itself, so that nobody who looks at the history has to wait for long."""
 
 _PREFIX = "sqlite:///"
+_LOG = logging.getLogger("bringup.history")
 
 
 class Recording(Protocol):
@@ -57,7 +60,7 @@ class Waiting:
 
     def put_aside(self) -> None:
         """Rename the file to ``RUN.unreadable``, so that it is kept and never read again."""
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             self.file.rename(self.file.with_suffix(".unreadable"))
 
 
@@ -65,12 +68,17 @@ class Waiting:
 class Spool:
     """The directory of the runs that wait to be stored in one SQLite history."""
 
-    directory: Path
+    database: Path
 
     @classmethod
     def beside(cls, database: Path) -> Spool:
-        """Return the spool of a database file."""
-        return cls(database.with_name(f"{database.name}.waiting"))
+        """Return the spool of a database file, the same one under each of its names: SQLite follows links too."""
+        return cls(Path(os.path.realpath(database)))
+
+    @property
+    def directory(self) -> Path:
+        """Return where the files of the runs are."""
+        return self.database.with_name(f"{self.database.name}.waiting")
 
     @classmethod
     def of(cls, url: str) -> Spool | None:
@@ -80,7 +88,7 @@ class Spool:
         be written, and when many runs are waiting.
         """
         name = url.removeprefix(_PREFIX)
-        if name == url or not name or any(character in name for character in "?%:"):
+        if name == url or not name or any(character in name for character in "?%:#"):
             return None
         file = Path(name)
         if not os.access(file, os.R_OK | os.W_OK):
@@ -88,32 +96,38 @@ class Spool:
         try:
             with closing(sqlite3.connect(f"file:{file}?mode=rw", uri=True, timeout=5)) as connection:
                 version = connection.execute("SELECT schema_version FROM meta").fetchone()
-        except sqlite3.Error:
+            spool = cls.beside(file)
+            has_room = len(spool.files()) < MOST_WAITING
+        except (sqlite3.Error, OSError):
             return None
-        spool = cls.beside(file)
-        return spool if version == (SCHEMA_VERSION,) and len(spool.files()) < MOST_WAITING else None
+        return spool if version == (SCHEMA_VERSION,) and has_room else None
 
     def files(self) -> tuple[Path, ...]:
-        """Return the files of the runs that wait, the oldest run first."""
-        try:
-            found = [(entry.stat().st_mtime, Path(entry.path)) for entry in os.scandir(self.directory)]
-        except FileNotFoundError:
-            return ()
-        return tuple(path for _, path in sorted(found) if path.suffix == ".jsonl")
+        """Return the files of the runs that wait, the oldest run first. Raises OSError."""
+        found: list[tuple[float, Path]] = []
+        with suppress(FileNotFoundError), os.scandir(self.directory) as entries:
+            for entry in entries:
+                if entry.name.endswith(".jsonl") and entry.is_file(follow_symlinks=False):
+                    with suppress(FileNotFoundError):  # another one has stored it meanwhile
+                        found.append((entry.stat().st_mtime, Path(entry.path)))
+        return tuple(path for _, path in sorted(found))
 
     def waiting(self) -> Iterator[Waiting]:
         """Yield the runs that wait, each locked while the caller has it.
 
         A line that has no end, because its process died while it wrote, is left out. A file with any other line that is
-        no event is put aside.
+        no event is put aside. Raises OSError when the directory cannot be read.
         """
         for path in self.files():
             try:
                 stream = path.open("rb")
             except FileNotFoundError:
                 continue  # another one was faster
+            except OSError as error:
+                _LOG.warning("%s cannot be read: %s", path, error.strerror)
+                continue
             with stream:
-                is_live = not _lock(stream.fileno(), wait=False)
+                is_live = not _lock_if_free(stream.fileno())
                 *lines, _torn = stream.read().split(b"\n")
                 try:
                     told = tuple(events.parse(line) for line in lines)
@@ -124,21 +138,35 @@ class Spool:
 
     def begin(self, run: str) -> SpoolFile:
         """Open the file of a run. Raises OSError."""
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return SpoolFile(self.directory / f"{run}.jsonl")
+        try:
+            self.directory.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        else:
+            descriptor = os.open(self.directory, os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                _share_as(self.database, descriptor)
+            finally:
+                os.close(descriptor)
+        return SpoolFile(self.directory / f"{run}.jsonl", self.database)
 
 
 class SpoolFile:
     """The file of one run, locked for as long as it is open."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, database: Path) -> None:
         while True:
-            self._descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-            _lock(self._descriptor, wait=True)
-            # Whoever opened the history in between may have found an empty file and taken it away.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(path.stat(), os.fstat(self._descriptor)):
-                    return
+            self._descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+                _share_as(database, self._descriptor)
+                # Whoever opened the history in between may have found an empty file and taken it away.
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(path.stat(), os.fstat(self._descriptor)):
+                        return
+            except BaseException:
+                os.close(self._descriptor)
+                raise
             os.close(self._descriptor)
 
     def write(self, event: events.Event) -> None:
@@ -163,7 +191,7 @@ class SpoolingRecorder:
     """Let a run that only looks wait in the spool, and store everything at once as soon as it does something.
 
     ``open_history`` opens the history, which takes in what waits, and returns what stores further events. Where it
-    fails, events go on into the spool, and ``problem`` says why.
+    fails, events go on into the spool, and ``problem`` says why. Where the spool fails, the history is opened.
     """
 
     def __init__(self, spool: Spool, masker: Masker, open_history: Callable[[], Recording]) -> None:
@@ -171,6 +199,7 @@ class SpoolingRecorder:
         self._masker = masker
         self._open_history = open_history
         self._file: SpoolFile | None = None
+        self._unwritten: list[events.Event] = []
         self._inner: Recording | None = None
         self._problem: BringupError | None = None
 
@@ -193,10 +222,12 @@ class SpoolingRecorder:
         if self._inner is not None:
             self._inner(event)
         else:
-            self._write(event)
+            self._unwritten.append(storable_event(event, self._masker))
+            self._write()
 
     def close(self) -> None:
         """Store what is waiting, or leave it whole in the spool."""
+        self._write()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -214,22 +245,36 @@ class SpoolingRecorder:
         except BringupError as error:
             self._problem = error
 
-    def _write(self, event: events.Event) -> None:
+    def _write(self) -> None:
         try:
-            if self._file is None:
-                self._file = self._spool.begin(event.run)
-            self._file.write(storable_event(event, self._masker))
-        except OSError as error:
-            self._problem = BringupError(
-                f"the history's spool {self._spool.directory} cannot be written",
-                why=error.strerror,
-                hint="BRINGUP_HISTORY names another database",
-            )
+            while self._unwritten:
+                if self._file is None:
+                    self._file = self._spool.begin(self._unwritten[0].run)
+                self._file.write(self._unwritten[0])
+                del self._unwritten[0]
+        except OSError:
+            self._act()
+            if self._inner is not None:
+                for event in self._unwritten:
+                    self._inner(event)
+                self._unwritten.clear()
 
 
-def _lock(descriptor: int, *, wait: bool) -> bool:
+def _lock_if_free(descriptor: int) -> bool:
+    # A file system without locks has no runs that wait, because none could begin; so what is there is not ours to end.
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
         return False
     return True
+
+
+def _share_as(database: Path, descriptor: int) -> None:
+    """Let those read and write who may use the database, as SQLite does with its journal; root keeps nothing."""
+    like, own = database.stat(), os.fstat(descriptor)
+    mode = like.st_mode & 0o666
+    if stat.S_ISDIR(own.st_mode):
+        mode |= (mode & 0o444) >> 2 | own.st_mode & stat.S_ISGID
+    os.fchmod(descriptor, mode)
+    if os.geteuid() == 0:
+        os.fchown(descriptor, like.st_uid, like.st_gid)

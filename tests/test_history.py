@@ -294,6 +294,21 @@ def test_environments_and_assignments_are_remembered_once(history: History) -> N
     assert since == [("abc123", 100.0), ("def", 102.0), ("abc123", 103.0)]
 
 
+def test_a_run_that_is_stored_late_or_again_takes_back_nothing_of_later_ones(history: History) -> None:
+    old = EnvironmentResult(digest="env1", generation=1, tainted=False)
+    late = [started("r1"), done(run="r1", time_s=100.0, assigned=STACK, environment=old)]
+    later = StackRef(name="lab", digest="def")
+    tainted = old.model_copy(update={"tainted": True})
+    history.record([started("r2", 150.0), done(run="r2", time_s=150.0, assigned=later, environment=tainted)])
+    for _ in range(3):
+        history.record(late)
+    with history.database.reading() as session:
+        (seen,) = session.scalars(select(EnvironmentRow)).all()
+        assert (seen.first_seen_s, seen.last_seen_s, seen.tainted) == (100.0, 150.0, True)
+        since = session.scalars(select(AssignmentRow).order_by(AssignmentRow.since_s)).all()
+        assert [(row.stack_digest, row.since_s) for row in since] == [("abc123", 100.0), ("def", 150.0)]
+
+
 def test_bandwidths_for_a_gate(history: History) -> None:
     hosts = tuple(f"gpu-{at:02}" for at in range(1, 5))
     history.record([started("r1", hosts=hosts), started("r2", 200.0, hosts)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -9,7 +11,8 @@ import sqlite3
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -211,8 +214,12 @@ def test_a_run_that_goes_on_is_seen_and_loses_nothing(file: Path) -> None:
         b"no event\n",
         b'{"event":"run_done","time_s":1,"run":"r0","exit_code":0}\n',
         b'{"event":"new_kind","run":"r0"}\n',
+        b"[" * 100_000 + b"\n",
+        quiet_run("r0")[0].as_line().encode()
+        + b"\n"
+        + b'{"event":"run_done","time_s":1,"run":"r0","exit_code":1%s}\n' % (b"0" * 30),
     ],
-    ids=["no JSON", "a run that never began", "an event of a later version"],
+    ids=["no JSON", "a run that never began", "an event of a later version", "a deep one", "a number without end"],
 )
 def test_a_file_that_cannot_be_read_is_put_aside_and_the_others_are_stored(file: Path, content: bytes) -> None:
     record = recording(file)
@@ -225,6 +232,101 @@ def test_a_file_that_cannot_be_read_is_put_aside_and_the_others_are_stored(file:
     assert list(stored(file)["runs"]) == ["r1"]  # type: ignore[call-overload]
     assert room.files() == ()
     assert (room.directory / "r0.unreadable").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/etc/hostname")],
+    ids=["directory", "pipe", "link"],
+)
+def test_what_is_no_file_is_no_run(file: Path, make: Callable[[Path], object]) -> None:
+    record = recording(file)
+    tell(record, quiet_run())
+    record.close()
+    make(Spool.beside(file).directory / "r0.jsonl")
+    assert list(stored(file)["runs"]) == ["r1"]  # type: ignore[call-overload]
+
+
+def test_a_run_that_another_stores_meanwhile_hides_no_other(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Spool.beside(file)
+    for run in ("r1", "r2"):
+        record = recording(file)
+        tell(record, quiet_run(run))
+        record.close()
+    scan = os.scandir
+
+    @contextmanager
+    def and_lose_one(directory: Path) -> Iterator[list[os.DirEntry[str]]]:
+        with scan(directory) as found:
+            entries = list(found)
+        Path(entries[0].path).unlink(missing_ok=True)
+        yield entries
+
+    monkeypatch.setattr(os, "scandir", and_lose_one)
+    assert len(room.files()) == 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda room: room.write_text("not a directory"),
+        lambda room: room.symlink_to("nowhere"),
+        lambda room: (room.mkdir(), (room / "r1.jsonl").symlink_to(room.parent / "elsewhere")),
+        None,
+    ],
+    ids=["a file", "a link to nowhere", "a link in place of the run", "no locks"],
+)
+def test_where_nothing_can_wait_everything_is_stored_at_once(
+    file: Path, spoil: Callable[[Path], object] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = recording(file)
+    if spoil is None:
+        monkeypatch.setattr(fcntl, "flock", without_locks)
+    else:
+        spoil(Spool.beside(file).directory)
+    tell(record, quiet_run())
+    record.close()
+    assert record.problem is None
+    assert rows(file, "host_results") == 3
+    assert rows(file, "findings") == 1
+    assert not (file.parent / "elsewhere").exists()
+
+
+def without_locks(_descriptor: int, _how: int) -> None:
+    """Be flock of a file system that has no locks."""
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_a_directory_that_cannot_be_read_hides_no_history(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Spool.beside(file).directory.write_text("not a directory")
+    assert Spool.of(f"sqlite:///{file}") is None
+    assert stored(file)["runs"] == {}
+    recorder(f"sqlite:///{file}").close()
+    assert f"{file}.waiting cannot be read, or not be emptied: Not a directory" in caplog.text
+
+
+def test_where_what_waits_cannot_be_stored_the_history_is_read_and_no_run_begins(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = recording(file)
+    tell(record, quiet_run())
+    record.close()
+    execute(file, "CREATE TRIGGER full BEFORE INSERT ON runs BEGIN SELECT RAISE(ABORT, 'the disk is full'); END")
+    assert stored(file)["runs"] == {}
+    assert "the disk is full" in caplog.text
+    with pytest.raises(BringupError, match="cannot be used"):
+        recorder(f"sqlite:///{file}")
+    execute(file, "DROP TRIGGER full")
+    assert list(stored(file)["runs"]) == ["r1"]  # type: ignore[call-overload]
+
+
+def test_a_history_has_one_spool_whatever_it_is_called(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    other.symlink_to(file)
+    record = recording(other)
+    tell(record, quiet_run())
+    record.close()
+    assert list(stored(file)["runs"]) == ["r1"]  # type: ignore[call-overload]
 
 
 def test_an_empty_file_of_a_run_that_told_nothing_goes_away(file: Path) -> None:
@@ -273,12 +375,13 @@ print(record.problem.what)
 """
 
 
-def test_a_line_that_does_not_fit_on_the_disk_spoils_no_other(file: Path) -> None:
+def test_a_line_that_does_not_fit_on_the_disk_is_written_later_and_spoils_no_other(file: Path) -> None:
     said = subprocess.run([sys.executable, "-c", FULL, str(file)], check=True, capture_output=True, text=True).stdout
-    assert said == f"the history's spool {file}.waiting cannot be written\n"
+    assert said == f"the history at sqlite:///{file} cannot be used\n"
+    assert rows(file) == 0
     history = History.open(f"sqlite:///{file}")
     hosts = history.results("r1").hosts
-    assert hosts["gpu-01"].findings == ()
+    assert hosts["gpu-01"].findings == (FINDING,)
     assert hosts["gpu-02"].differences == (DIFFERENCE,)
     history.close()
 
@@ -294,6 +397,24 @@ def test_what_waits_is_for_its_owner_only_and_without_secrets(file: Path) -> Non
     (path,) = room.files()
     assert [stat.S_IMODE(at.stat().st_mode) for at in (path, path.parent)] == [0o600, 0o700]
     assert "no login with *** at https://***@mirror.example/" in path.read_text()
+
+
+def test_what_waits_is_for_those_whom_the_database_is_for(file: Path) -> None:
+    file.chmod(0o660)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.chown(file, 1234, 5678)
+    before = os.umask(0o077)
+    try:
+        record = recording(file)
+        tell(record, quiet_run())
+        record.close()
+    finally:
+        os.umask(before)
+    (path,) = Spool.beside(file).files()
+    assert [stat.S_IMODE(at.stat().st_mode) for at in (path, path.parent)] == [0o660, 0o770]
+    if is_root:
+        assert [(at.stat().st_uid, at.stat().st_gid) for at in (path, path.parent)] == [(1234, 5678)] * 2
 
 
 def look_at_once(file: Path, first: int) -> None:

@@ -72,13 +72,16 @@ class History:
 
     @classmethod
     def open(cls, url: str | None = None, secrets: Iterable[str] = ()) -> History:
-        """Open the history at a URL, or the default one.
+        """Open the history at a URL, or the default one, and store the runs that wait beside it.
 
+        Where those cannot be stored, a warning says so, and what is there can be read.
         Raises InputError for a URL that cannot be used and BringupError for a database that cannot be reached.
         """
         history = cls(Database(url), Masker(secrets))
         try:
-            history._take_in()
+            history.take_in()
+        except BringupError as error:
+            _LOG.warning("the runs that wait beside the history are not in it yet: %s", error)
         except BaseException:
             history.close()
             raise
@@ -111,19 +114,27 @@ class History:
             for event in clean:
                 self._store(session, event)
 
-    def _take_in(self) -> None:
-        """Store the runs that wait in the spool. Those that go on stay there, and are stored again: it is no harm."""
+    def take_in(self) -> None:
+        """Store the runs that wait in the spool. Those that go on stay there, and are stored again: it is no harm.
+
+        What cannot be read there costs a warning. Raises BringupError when the database cannot be used.
+        """
         if self.database.file is None:
             return
-        for run in Spool.beside(self.database.file).waiting():
-            try:
-                self.record(run.events)
-            except InputError as error:
-                _LOG.warning("%s: %s", run.file, error)
-                run.put_aside()
-                continue
-            if not run.is_live:
-                run.file.unlink(missing_ok=True)
+        spool = Spool.beside(self.database.file)
+        try:
+            for run in spool.waiting():
+                try:
+                    self.record(run.events)
+                except (InputError, ValueError, OverflowError) as error:
+                    # Nobody but an editor writes what passes for an event and cannot be stored.
+                    _LOG.warning("%s: %s", run.file, error)
+                    run.put_aside()
+                    continue
+                if not run.is_live:
+                    run.file.unlink(missing_ok=True)
+        except OSError as error:
+            _LOG.warning("%s cannot be read, or not be emptied: %s", spool.directory, error.strerror)
 
     def _store(self, session: Session, event: events.Event) -> None:
         match event:
@@ -213,13 +224,18 @@ class History:
 
     def _see_environment(self, session: Session, event: events.HostDone, environment: EnvironmentResult) -> None:
         keys = {"host": event.host, "digest": environment.digest, "generation": environment.generation}
+        known = session.get(EnvironmentRow, keys)
+        if known is not None and known.last_seen_s > event.time_s:
+            # A run that waited is stored after later ones, and must not take back what they saw.
+            known.first_seen_s = min(known.first_seen_s, event.time_s)
+            return
         seen = {"tainted": environment.tainted, "last_seen_s": event.time_s}
         self.insert(session, EnvironmentRow, keys | seen | {"first_seen_s": event.time_s}, else_update=seen)
 
     def _see_assignment(self, session: Session, event: events.HostDone, assigned: StackRef) -> None:
         latest = session.scalar(
             select(AssignmentRow)
-            .where(AssignmentRow.host == event.host)
+            .where(AssignmentRow.host == event.host, AssignmentRow.since_s <= event.time_s)
             .order_by(AssignmentRow.since_s.desc(), AssignmentRow.id.desc())
             .limit(1)
         )
@@ -529,9 +545,16 @@ class Recorder:
 def recorder(url: str | None = None, secrets: Iterable[str] = ()) -> Recorder:
     """Open the history for a run; give the run's events to what is returned.
 
-    Raises InputError and BringupError as ``History.open`` does, before anything was done to a host.
+    Raises InputError and BringupError as ``History.open`` does, and where runs that wait cannot be stored: the
+    beginning of this one may be among them.
     """
-    return Recorder(History.open(url, secrets))
+    history = History(Database(url), Masker(secrets))
+    try:
+        history.take_in()
+    except BaseException:
+        history.close()
+        raise
+    return Recorder(history)
 
 
 def _measurement(measurement: BackendResult) -> dict[str, Any]:
