@@ -426,8 +426,7 @@ class Worker:
     def _said(self, host: Host, op_hash: str) -> str:
         meta = self.state.ops[host][op_hash].operation_meta
         name = ", ".join(self.state.get_op_meta(op_hash).names)
-        lines = [line for line in (*meta.stdout_lines, *meta.stderr_lines) if line.strip()]
-        return f"{name}: {' / '.join(lines[-3:]) if lines else 'the connection was lost or it said nothing'}"
+        return f"{name}: {change.last_words((*meta.stdout_lines, *meta.stderr_lines))}"
 
 
 class _Callbacks(BaseStateCallback):

@@ -223,7 +223,7 @@ def the_long_way(answer: Answer) -> HostState | str:
         return str(error)
 
 
-@pytest.mark.parametrize("name", ["h200x2_answer.json", "lab_answer.json"])
+@pytest.mark.parametrize("name", ["h200x2_answer.json", "lab_answer.json", "debian13_answer.json"])
 def test_an_answer_with_nothing_to_clean_is_read_in_one_pass(name: str) -> None:
     line = (CAPTURED.parent / name).read_text().replace("\n", " ")
     state = host_state._as_expected(line)
@@ -299,7 +299,7 @@ def test_the_committed_schema_is_the_one_of_the_models() -> None:
     assert json.loads(SCHEMA.read_text()) == host_state.json_schema()
 
 
-@pytest.mark.parametrize("name", ["h200x2_answer.json", "lab_answer.json"])
+@pytest.mark.parametrize("name", ["h200x2_answer.json", "lab_answer.json", "debian13_answer.json"])
 def test_a_captured_answer_fits_the_committed_schema(name: str) -> None:
     jsonschema.validate(json.loads((CAPTURED.parent / name).read_text()), json.loads(SCHEMA.read_text()))
 
@@ -313,3 +313,18 @@ def test_the_answer_of_a_converged_rehearsal_host() -> None:
     assert isinstance(state.verification, host_state.Verification)
     assert state.verification.environment == "9ad48a6d3cf5-1"
     assert [backend.state for backend in state.verification.backends] == ["not_run"]
+
+
+def test_the_answer_of_a_converged_rehearsal_host_of_debian_13() -> None:
+    state = host_state.parse((CAPTURED.parent / "debian13_answer.json").read_text().replace("\n", " "))
+    assert state.unknown_sections() == {}
+    assert isinstance(state.os, host_state.Os)
+    assert (state.os.release, state.os.codename, state.os.libc) == ("debian13-x86_64", "trixie", "glibc 2.41")
+    assert isinstance(state.kernel, host_state.Kernel)
+    assert (state.kernel.compiler, state.kernel.default_compiler) == ("gcc 14", "gcc 14")
+    assert isinstance(state.python, host_state.Python)
+    assert list(state.python.interpreters) == ["3.13"]
+    assert isinstance(state.driver, host_state.Driver)
+    assert [(entry.version, entry.is_built) for entry in state.driver.dkms] == [("580.95.05", True)]
+    assert state.current_environment is not None
+    assert state.current_environment.python == "3.13"

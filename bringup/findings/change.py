@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from bringup import wanted
 from bringup.finding import Finding
 from bringup.host_state import GpuProcess, HostState, Unknown
 from bringup.stack import Stack
+
+# Debian 13 puts this between the packages that dpkg failed at and apt's own last line.
+_SAYS_NOTHING = re.compile(r"needrestart is being skipped")
 
 
 def in_use(state: HostState, what: str) -> Finding | None:
@@ -177,3 +181,9 @@ def loader_change(stack: Stack, state: HostState) -> Finding | None:
                 evidence={"wanted": directory, "found": first.path},
             )
     return None
+
+
+def last_words(lines: Iterable[str]) -> str:
+    """Return what a command that failed said last, in one line."""
+    telling = [line for line in lines if line.strip() and not _SAYS_NOTHING.match(line)]
+    return " / ".join(telling[-3:]) if telling else "the connection was lost or it said nothing"
