@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -15,6 +16,7 @@ from tests.e2e.rig import Rig, must
 pytestmark = pytest.mark.lab
 
 DRIVER_LIBRARY = "libnvidia-compute-580"
+INTERPRETERS = re.compile(r"^interpreter = .*\ninterpreters = .*$", re.MULTILINE)
 SITE = "/opt/bringup/current/lib/python3.11/site-packages"
 
 
@@ -102,9 +104,7 @@ def options(rig: Rig, case: Mutation) -> list[str]:
     text = (paths.stacks() / "lab.toml").read_text()
     variants = {
         "hold": text + '\n[kernel]\npolicy = "hold"\n',
-        "existing": text.replace('interpreter = "3.11"', 'interpreter = "existing:/srv/env"').split("[[python.step]]")[
-            0
-        ],
+        "existing": INTERPRETERS.sub('interpreter = "existing:/srv/env"', text.split("[[python.step]]")[0]),
     }
     path = rig.state / f"{case.stack}.toml"
     path.write_text(variants[case.stack])

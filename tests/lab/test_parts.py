@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -18,12 +19,13 @@ from typer.testing import CliRunner
 
 from bringup.commands import lab as commands
 from bringup.errors import BringupError, InputError, LabError
-from bringup.lab import base, process, proxy, record, shape, supervisor
+from bringup.lab import base, mirror, process, proxy, record, shape, supervisor
 from bringup.lab.command import run
 from bringup.lab.guard import Undo
 from bringup.lab.lab import Lab, remote_line
 from bringup.lab.layout import Layout
 from bringup.lab.shape import Trait
+from bringup.lab.source import Source
 
 
 @pytest.mark.parametrize(
@@ -122,11 +124,82 @@ def test_a_command_is_stopped_from_another_thread() -> None:
 
 def test_only_base_images_that_nobody_needs_are_removed(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
-    roots = [layout.bases / name / "rootfs" for name in ("bookworm-aaaa", "bookworm-bbbb")]
+    roots = [layout.bases / name / "rootfs" for name in ("bookworm-aaaa", "bookworm-bbbb", "trixie-cccc")]
     for root in (*roots, layout.bases / "packages" / "partial"):
         root.mkdir(parents=True)
     base.remove_unused(layout, keep=[roots[1]])
-    assert sorted(path.name for path in layout.bases.iterdir()) == ["bookworm-bbbb", "packages"]
+    assert sorted(path.name for path in layout.bases.iterdir()) == ["bookworm-bbbb", "packages", "trixie-cccc"]
+
+
+def test_an_unfinished_base_image_is_removed_unless_another_process_makes_it(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            own, ticks = process.start_ticks(os.getpid()), process.start_ticks(child.pid)
+            assert ticks is not None
+            kept = f".building-{child.pid}-{ticks}"
+            gone = [f".building-{child.pid}-{ticks + 1}", f".building-{os.getpid()}-{own}", ".building-77"]
+            for name in (kept, *gone):
+                (layout.bases / name / "rootfs").mkdir(parents=True)
+            base.remove_unfinished(layout)
+            assert [path.name for path in layout.bases.iterdir()] == [kept]
+        finally:
+            child.kill()
+
+
+OWN = Source("http://mirror/debian/", "bookworm", ("main",), "amd64", Path("/k.gpg"), None)
+
+
+@pytest.mark.parametrize(
+    ("codename", "is_own", "line"),
+    [
+        ("bookworm", True, "deb [signed-by=/k.gpg arch=amd64] http://mirror/debian/ bookworm main\n"),
+        ("trixie", False, "deb [signed-by=/k.gpg arch=amd64] http://mirror/debian/ trixie main\n"),
+    ],
+)
+def test_another_release_comes_from_the_same_mirror_under_the_same_key(codename: str, is_own: bool, line: str) -> None:
+    found = OWN.of(codename)
+    assert (found.is_own, found.apt_source()) == (is_own, line)
+
+
+def test_each_release_has_a_base_image_of_its_own(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    names = [base.rootfs(layout, OWN.of(codename)).parent.name for codename in ("bookworm", "trixie")]
+    assert [name.rpartition("-")[0] for name in names] == ["bookworm", "trixie"]
+    assert names[0].rpartition("-")[2] != names[1].rpartition("-")[2]
+
+
+@pytest.mark.parametrize(
+    ("release", "codename"), [("debian12", "bookworm"), ("debian13", "trixie"), ("ubuntu2404", "noble")]
+)
+def test_a_release_is_named_as_nvidia_names_it(release: str, codename: str) -> None:
+    assert mirror.codename_of(release) == codename
+
+
+def test_a_release_that_the_lab_does_not_know_is_refused() -> None:
+    with pytest.raises(InputError, match="no hosts of 'trixie'") as caught:
+        mirror.codename_of("trixie")
+    assert caught.value.hint == "releases are debian12, debian13, ubuntu2404"
+
+
+@pytest.mark.parametrize(
+    ("texts", "chosen"),
+    [
+        ([], {}),
+        (["debian13"], {"gpu-01": "debian13", "gpu-02": "debian13"}),
+        (["gpu-02=debian13"], {"gpu-02": "debian13"}),
+        (["debian13", "gpu-01=debian12"], {"gpu-01": "debian12", "gpu-02": "debian13"}),
+    ],
+    ids=["none", "all", "one", "one unlike the others"],
+)
+def test_a_release_is_for_all_hosts_or_for_one(texts: list[str], chosen: dict[str, str]) -> None:
+    assert commands._parse_releases(texts, 2) == chosen
+
+
+def test_hosts_cannot_all_be_of_two_releases() -> None:
+    with pytest.raises(InputError) as caught:
+        commands._parse_releases(["debian12", "debian13"], 2)
+    assert caught.value.why == "all hosts are of debian12 already"
 
 
 def test_a_process_is_known_by_id_and_start() -> None:
@@ -192,6 +265,21 @@ def test_the_inventory_names_hosts_and_everything_that_is_the_labs_own(tmp_path:
             "bringup_lock": "STATE/locks",
         },
     )
+
+
+def test_a_host_of_another_release_has_its_own_repository_in_the_inventory(tmp_path: Path) -> None:
+    other = "http://10.87.0.1:8087/apt/debian13/x86_64/"
+    hosts = {
+        "gpu-01": {"address": "10.87.0.11", "gpus": "8x NVIDIA H200", "release": "debian12"},
+        "gpu-02": {"address": "10.87.0.12", "gpus": "8x NVIDIA H200", "release": "debian13", "apt_url": other},
+    }
+    (tmp_path / "lab.json").write_text(json.dumps({**LAB_JSON, "hosts": hosts}))
+    found, common = record.inventory(tmp_path)
+    assert found == [
+        ("gpu-01", {"ssh_hostname": "10.87.0.11"}),
+        ("gpu-02", {"ssh_hostname": "10.87.0.12", "bringup_apt_url": other}),
+    ]
+    assert common["bringup_apt_url"] == "http://10.87.0.1:8087/apt/debian12/x86_64/"
 
 
 def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
