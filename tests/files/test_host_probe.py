@@ -244,6 +244,29 @@ def test_an_installed_kernel_and_its_module(tmp_path: Path, lay: Lay) -> None:
     assert (found["compiler"], found["default_compiler"]) == ("gcc 13", "gcc 12")
 
 
+def test_a_compressed_and_signed_module_of_debian_13(tmp_path: Path, lay: Lay) -> None:
+    release = "6.12.117+deb13-amd64"
+    said = (FIXTURES / "modinfo_debian13.txt").read_text()
+    lay(
+        {
+            f"/lib/modules/{release}/modules.dep": "updates/dkms/nvidia.ko.xz:\nupdates/dkms/nvidia-uvm.ko.xz:\n",
+            f"/lib/modules/{release}/updates/dkms/nvidia.ko.xz": b"\xfd7zXZ",
+            f"/boot/vmlinuz-{release}": "",
+            "/boot/vmlinuz-6.12.9+deb13-amd64": "",
+        },
+        programs={"/usr/sbin/modinfo": program(said)},
+    )
+    found = look(tmp_path, "kernel")
+    assert found["next_release"] == release
+    assert found["installed"][0]["nvidia"] == {
+        "path": f"/lib/modules/{release}/updates/dkms/nvidia.ko.xz",
+        "version": "580.95.05",
+        "flavour": "open",
+        "signer": "DKMS module signing key",
+        "is_signed": True,
+    }
+
+
 @pytest.mark.parametrize(
     ("files", "programs", "wanted"),
     [
