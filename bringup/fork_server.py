@@ -60,7 +60,10 @@ class ForkedWorker:
 
 
 class ForkServer:
-    """Be the end of the server that asks. Workers outlive it as long as the process that has it is there to listen."""
+    """Be the end of the server that asks.
+
+    Where the server is killed its workers go on. Where this process ends, however it does, they end as well.
+    """
 
     def __init__(self, pid: int, control: socket.socket, bury: Callable[[], object]) -> None:
         self.pid = pid
@@ -123,7 +126,7 @@ class ForkServer:
         )
 
     def close(self) -> None:
-        """End the server; its workers go on."""
+        """End the server, and with it what still runs of its workers."""
         self._control.close()
         with suppress(ChildProcessError):
             self._bury()
@@ -152,7 +155,13 @@ def _serve(control: socket.socket, blocked: Collection[int] = ()) -> NoReturn:
         _close_all_but(control.fileno())
         for number in (0, 1, 2):
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
-        _serve_requests(control)
+        begun: dict[int, int] = {}
+        with suppress(ConnectionError):  # the parent was killed while it asked
+            _serve_requests(control, begun)
+        # Nobody is there to listen. A worker would notice when it has something to say, which may take long.
+        for pid in begun:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGTERM)
     finally:
         # Whoever asks sees the connection end, and starts its workers as programs, which say what is wrong.
         os._exit(1)
@@ -164,7 +173,8 @@ def _close_all_but(kept: int) -> None:
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
 
 
-def _serve_requests(control: socket.socket) -> None:
+def _serve_requests(control: socket.socket, status_of: dict[int, int]) -> None:
+    """Return when the parent has gone; ``status_of`` is kept: where to tell the end of each worker that still runs."""
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
@@ -172,7 +182,6 @@ def _serve_requests(control: socket.socket) -> None:
     from bringup import lean, worker  # noqa: F401 (lean must come first)
 
     gc.freeze()  # what is there stays, and a collection must not copy its pages
-    status_of: dict[int, int] = {}
     while True:
         ready, _, _ = _select([control.fileno(), wake], [], [])
         if wake in ready:

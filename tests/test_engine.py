@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -136,6 +138,29 @@ print(server.pid, worker.pid, flush=True)
             while process.status() != psutil.STATUS_ZOMBIE:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_workers_that_wait_for_a_host_end_with_the_process_that_asked(number: signal.Signals, tmp_path: Path) -> None:
+    code = f"""
+{FROM_ONE_SERVER}
+job = engine.Job(command="drift", inventory=sys.argv[1], workers=1, connect_timeout_s=300)
+executor = engine.LocalExecutor(server=server)
+executor.start(0, job.shard(0, 1), job.environment())
+next(executor.lines())
+print(executor._running[0].pid, flush=True)
+os.kill(os.getpid(), {int(number)})
+"""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        file = tmp_path / "hosts.py"
+        data = {"bringup_stack": "lab", "ssh_hostname": "127.0.0.1", "ssh_port": silent.getsockname()[1]}
+        file.write_text(f"hosts = [('gpu-01', {data})]")
+        done = subprocess.run([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == -number
+        # Left alone, it waits a quarter of a minute for the host to say something.
+        with suppress(psutil.NoSuchProcess):
+            _, alive = psutil.wait_procs([psutil.Process(int(done.stdout))], timeout=6)
+            assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
 def test_a_server_keeps_no_file_of_its_parent_and_leaves_no_worker_unburied() -> None:
