@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,9 @@ def left_behind(lab: Lab) -> list[str]:
     loops = subprocess.run(["losetup", "--all"], capture_output=True, text=True, check=True).stdout
     found += [f"loop device {line}" for line in loops.splitlines() if root in line]
     groups = f"bringup-lab-{lab.addresses.tag}-*"
-    found += [f"control group {path}" for path in Path("/sys/fs/cgroup").rglob(groups)]
+    # Groups go away while they are looked at, which os.walk takes as it comes.
+    below = (Path(path) for path, _, _ in os.walk("/sys/fs/cgroup"))
+    found += [f"control group {path}" for path in below if fnmatchcase(path.name, groups)]
     return found
 
 
