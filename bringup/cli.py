@@ -95,8 +95,9 @@ def _leave(status: str | int | None) -> NoReturn:
         sys.exit(status)
     atexit._run_exitfuncs()
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # whoever started us may have closed it
+                stream.flush()
     except OSError:
         os._exit(status or 1)  # nobody reads it any more
     os._exit(status or 0)
@@ -109,9 +110,11 @@ def _run() -> None:
     except BringupError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted: hosts keep what was finished; run the same command again to go on", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as leaving:
+        # Typer makes an exit of a Ctrl-C, and says nothing. A command that caught it has said what there is to say.
+        if isinstance(getattr(leaving.__context__, "__cause__", None), KeyboardInterrupt):
+            print("interrupted: hosts keep what was finished; run the same command again to go on", file=sys.stderr)
+        raise
     except BrokenPipeError:
         # The reader of our output went away (for example `| head`): nothing is left to say.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
