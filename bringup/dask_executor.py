@@ -97,11 +97,12 @@ class DaskExecutor:
         security = Security(require_encryption=True) if address.startswith("tls:") else None
         try:
             self._client = Client(address, security=security, timeout=CONNECT_LIMIT_S, set_as_default=False)
-        except (OSError, TimeoutError, TypeError, ValueError) as error:
+        except (OSError, TimeoutError, TypeError, ValueError, AssertionError) as error:
+            # Dask asserts, without a word, that its loop began within ten seconds.
             named = "its certificates are those that distributed.comm.tls in Dask's configuration names"
             raise BringupError(
                 f"the scheduler at {address} cannot be used",
-                why=str(error),
+                why=str(error) or "Dask could not begin here: this machine is overloaded",
                 hint=named if security is not None else None,
             ) from error
         self._lines: queue.Queue[Line] = queue.Queue()
