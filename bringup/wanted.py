@@ -83,7 +83,7 @@ def platform(stack: Stack, state: HostState) -> str | None:
     """Return the key of the wheels for this host, such as ``cp311-x86_64``; None when it is not known."""
     if isinstance(state.os, Unknown) or stack.python.existing is not None:
         return None
-    return f"cp{stack.python.interpreter_of(state.os.release).replace('.', '')}-{state.os.machine}"
+    return f"cp{interpreter(stack, state).replace('.', '')}-{state.os.machine}"
 
 
 def interpreter(stack: Stack, state: HostState) -> str:

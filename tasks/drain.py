@@ -9,9 +9,8 @@ from weakref import WeakSet
 
 from pyinfra.api.host import Host
 
-from bringup import facts
+from bringup import facts, hook
 from bringup.finding import Finding
-from bringup.hook import bounded
 from bringup.secret import hide
 
 HOOK_LIMIT_S = 1800
@@ -41,26 +40,19 @@ def _hook(host: Host, command: str | None, name: str) -> Finding | None:
     if command is None:
         return None
     environment = {**os.environ, "BRINGUP_HOST": host.name, "BRINGUP_RUN_ID": facts.run_id()}
-    # A group of its own: a pipeline outlives the shell that is killed at the limit, and would hold us up.
-    process = subprocess.Popen(
-        bounded(command, HOOK_LIMIT_S),
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    process = hook.start(command, environment, HOOK_LIMIT_S)
+    late = ""
     try:
         output, _ = process.communicate(timeout=HOOK_LIMIT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return _failed(name, f"it did not end within {HOOK_LIMIT_S} s", None)
-    if process.returncode == 0:
+        output, _ = process.communicate()
+        late = f"it did not end within {HOOK_LIMIT_S} s; "
+    if process.returncode == 0 and not late:
         return None
     # A hook that fails may print what it was given, and what it says goes to the host on a command line.
     said = hide(output.decode("utf-8", "replace"), environment, host.data.dict()).strip().splitlines()
-    return _failed(name, said[-1][:300] if said else "it said nothing", process.returncode)
+    return _failed(name, late + (said[-1][:300] if said else "it said nothing"), None if late else process.returncode)
 
 
 def _failed(name: str, said: str, status: int | None) -> Finding:

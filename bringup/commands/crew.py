@@ -13,13 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from bringup import engine
+from bringup import engine, hook
 from bringup.commands import session
 from bringup.commands.conductor import Looked, Outcome
 from bringup.errors import BringupError
 from bringup.fork_server import ForkServer
 from bringup.history import History, Recorder
-from bringup.hook import bounded
 from bringup.report import events
 from bringup.report.masking import Masker
 from bringup.report.results import HostResult, Results
@@ -171,8 +170,8 @@ class EngineCrew:
 
     def _hook(self, step: Step, hosts: list[str], rollout: Rollout) -> None:
         for host in hosts:
-            hook = self.hooks.get(host, Hook())
-            command = hook.drain if step == "drain" else hook.undrain
+            own = self.hooks.get(host, Hook())
+            command = own.drain if step == "drain" else own.undrain
             why = self._run_hook(step, host, command, rollout.id) if command is not None else None
             self._ended.put(Outcome(host, step, why is None, why))
 
@@ -281,14 +280,7 @@ class EngineCrew:
         with self._lock:
             if self._is_stopped:
                 raise BringupError("the rollout was stopped")
-            process = subprocess.Popen(
-                bounded(command, self.hook_limit_s),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = hook.start(command, environment, self.hook_limit_s)
             self._hooks_running.add(process.pid)
         try:
             said, _ = process.communicate(timeout=self.hook_limit_s)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from bringup import locking
+from bringup.commands.terminal import stdout_console
 from bringup.errors import InputError, LabError
 from bringup.guard import WheelGuard
 from bringup.lab.lab import DEFAULT_GPUS, DEFAULT_HOSTS, Lab, remote_line
@@ -261,9 +261,7 @@ def _print_table(lab: Lab) -> None:
     for name, host in lab.hosts.items():
         plan = host.plan
         table.add_row(name, str(plan.address), host.state(), plan.release, plan.gpus, ", ".join(plan.traits))
-    console = Console()
-    # A pipe has no width; a line broken in two is no line for grep.
-    Console(width=None if console.is_terminal else 200).print(table)
+    stdout_console().print(table)
 
 
 def _tell(line: str) -> None:

@@ -139,13 +139,13 @@ def rollout(
     if (cluster := session.executor(executor)) is not None:
         cluster.stop()  # one that cannot be used is refused before anything is begun
     with ExitStack() as exits:
-        server = session.fork_server(exits)
-        look = partial(_look, inventory, overrides=overrides, parallel=parallel, scheduler=executor, server=server)
-        describe = partial(engine.describe, inventory, overrides=overrides, server=server)
         history = History.open()
         exits.callback(history.close)
         if pause or abort:
             _ask(history, name, pause=pause, json=json)
+        server = session.fork_server(exits)
+        look = partial(_look, inventory, overrides=overrides, parallel=parallel, scheduler=executor, server=server)
+        describe = partial(engine.describe, inventory, overrides=overrides, server=server)
         lease = None
         if resume:
             log = _unfinished(history, name)

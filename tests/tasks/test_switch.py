@@ -12,7 +12,7 @@ from host_case import both, put
 from scripted import Answer, Replies, Rig, answer, changed
 
 from bringup import wanted
-from tasks import switch
+from tasks import drain, switch
 from tasks.cutovers import CUTOVERS, CutoverSet, destination
 
 STACK = host_case.stack()
@@ -185,6 +185,25 @@ def test_a_drain_that_fails_stops_everything(tmp_path: Path) -> None:
     rig = Rig(tmp_path, answer(finished), drain="echo no; exit 3", undrain=f"touch {log}")
     assert rig.run(switch.cutover) == ["settle", "refuse BU-VFY-001"]
     assert not log.exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "cause"),
+    [
+        ("echo waiting for job 7; sleep 61", "it did not end within 0.3 s; waiting for job 7"),
+        ("sleep 61 & echo begun", "it did not end within 0.3 s; begun"),
+        ("sleep 61", "it did not end within 0.3 s; it said nothing"),
+    ],
+    ids=["hangs", "leaves something behind that holds its output", "silent"],
+)
+def test_a_drain_that_does_not_end_is_ended_and_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, cause: str
+) -> None:
+    monkeypatch.setattr(drain, "HOOK_LIMIT_S", 0.3)
+    rig = Rig(tmp_path, answer(finished), drain=command)
+    found = drain.drain(rig.host)
+    assert found is not None
+    assert (found.code, found.cause) == ("BU-VFY-001", f"the drain command failed: {cause}")
 
 
 def test_a_plan_drains_nothing(tmp_path: Path) -> None:
